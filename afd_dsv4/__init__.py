@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 """Bounded compressor state for DeepSeek-V4 on Ascend, as an out-of-tree vLLM plugin.
 
-Importing this package imports neither torch nor vLLM: every process of vLLM loads the plugin, and a process that does not use it
-must not pay for it. Import the submodule that is needed.
+Importing this package imports neither torch nor vLLM: every process of vLLM loads the plugin, and a process that
+does not use it must not pay for it. Import the submodule that is needed.
 """
 
 from typing import Final

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""The one expression that sizes tails and workspace slots.
+
+Allocation, admission, plan, doctor and metrics all read it, so that the budget that is promised and the memory that is
+taken cannot drift apart. Bytes are payload; an allocator's rounding is not included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from afd_dsv4.geometry import CompressorKind, ModelGeometry, PageLayout
+from afd_dsv4.tail.rows import TailShape
+
+INT32 = 4
+INT64 = 8
+
+
+def tail_shapes(geometry: ModelGeometry, layout: PageLayout, drafts: int = 0) -> dict[int, TailShape]:
+    """One shape per ratio present in the model, keyed by ratio."""
+    shapes = {}
+    for kind in (CompressorKind.C4, CompressorKind.C128):
+        layers = len(geometry.layers_of(kind))
+        if layers:
+            shapes[kind.ratio] = TailShape(
+                ratio=kind.ratio,
+                overlap=kind.overlap,
+                page_rows=layout.page_rows(kind),
+                layers=layers,
+                drafts=drafts,
+            )
+    return shapes
+
+
+@dataclass(frozen=True)
+class WorkspaceSizes:
+    """Bytes of everything the plugin allocates on one worker. See ``size_workspace``.
+
+    Attributes:
+        tail_bytes_per_request: all layers' tail pages of one request, worst phase.
+        tail_bytes: the same for ``max_num_seqs`` requests, plus one null page per kind.
+        spare_bytes: spare pages of one layer of the largest batch, times slots.
+        list_bytes: page lists of all layers on the device, times slots.
+        table_bytes: wide state tables, times slots.
+        staging_bytes: the layer-independent rest of a slot on the device (column indices, re-based starts), times slots.
+        host_bytes: pinned host memory behind lists and staging, all ring entries.
+        slots: number of workspace slots.
+    """
+
+    tail_bytes_per_request: int
+    tail_bytes: int
+    spare_bytes: int
+    list_bytes: int
+    table_bytes: int
+    staging_bytes: int
+    host_bytes: int
+    slots: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Device bytes of one workspace slot."""
+        return (self.spare_bytes + self.list_bytes + self.table_bytes + self.staging_bytes) // self.slots
+
+    @property
+    def device_bytes(self) -> int:
+        """Device bytes of tails and slots together: what is taken from the memory offered to the KV cache."""
+        return self.tail_bytes + self.spare_bytes + self.list_bytes + self.table_bytes + self.staging_bytes
+
+
+def pool_pages(shape: TailShape, max_num_seqs: int, slots: int) -> int:
+    """Pages of one pool: the null page, every request's worst tail in every layer, and every slot's spares."""
+    return 1 + max_num_seqs * (shape.layers * shape.tail_pages + slots * shape.spare_pages)
+
+
+def size_workspace(
+    geometry: ModelGeometry,
+    layout: PageLayout,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    drafts: int = 0,
+    slots: int = 2,
+) -> WorkspaceSizes:
+    """Size tails and slots.
+
+    Args:
+        geometry: the model.
+        layout: rows per page of the stack and block size in use.
+        max_num_seqs: most requests in flight, and most requests in one batch.
+        max_num_batched_tokens: most tokens of one launch; only the state tables depend on it.
+        drafts: most draft tokens a forward may have to take back.
+        slots: executions that may be in flight at once.
+    """
+    for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens), ("slots", slots)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    tail = null = spare = lists = table = staging = 0
+    for ratio, shape in tail_shapes(geometry, layout, drafts).items():
+        for kind in CompressorKind:
+            if kind.ratio != ratio or not geometry.layers_of(kind):
+                continue
+            page = shape.page_rows * geometry.row_bytes(kind)
+            tail += shape.layers * shape.tail_pages * page
+            spare += max_num_seqs * shape.spare_pages * page
+            null += page
+        lists += INT32 * shape.layers * max_num_seqs * shape.list_ids
+        table += INT32 * (max_num_seqs * shape.columns(max_num_batched_tokens) + 1)
+        staging += max_num_seqs * (INT64 * shape.list_ids + INT32)
+    return WorkspaceSizes(
+        tail_bytes_per_request=tail,
+        tail_bytes=max_num_seqs * tail + null,
+        spare_bytes=slots * spare,
+        list_bytes=slots * lists,
+        table_bytes=slots * table,
+        staging_bytes=slots * staging,
+        # One ring entry more than there are slots: the next batch is prepared while all slots are in flight.
+        host_bytes=(slots + 1) * (lists + staging),
+        slots=slots,
+    )

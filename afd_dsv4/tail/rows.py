@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 """Which rows of a compressor a position needs, and which pages they fall in.
 
-A compressor pools windows of ``ratio`` rows anchored at absolute position 0; with overlap (ratio 4) a window also
-reads the previous one. To resume at position p it needs ``[trunc(p) - overlap * ratio, p)`` and nothing else. This
+A compressor pools windows of `ratio` rows anchored at absolute position 0; with overlap (ratio 4) a window also
+reads the previous one. To resume at position p it needs `[trunc(p) - overlap * ratio, p)` and nothing else. This
 module is that rule, its form under speculation, and the arithmetic of pages and re-based starts. It knows no request,
 no layer and no physical page.
 
@@ -58,33 +58,33 @@ class TailShape:
         return self.ratio if self.overlap else 0
 
     def need(self, position: int) -> range:
-        """Rows that a forward starting at ``position`` may read."""
+        """Rows that a forward starting at `position` may read."""
         if position < 0:
             raise ValueError(f"position must not be negative, got {position}")
         return range(max(position // self.ratio * self.ratio - self.reach, 0), position)
 
     def live(self, low: int, high: int) -> range:
-        """Rows that some forward starting in ``[low, high]`` may read: the tail while the accept length is open."""
+        """Rows that some forward starting in `[low, high]` may read: the tail while the accept length is open."""
         if not 0 <= low <= high:
             raise ValueError(f"0 <= low <= high must hold, got {low} and {high}")
         return range(self.need(low).start, high)
 
     def pages(self, rows: range) -> range:
-        """Logical pages that hold ``rows``."""
+        """Logical pages that hold `rows`."""
         if not rows:
             return range(rows.start // self.page_rows, rows.start // self.page_rows)
         return range(rows.start // self.page_rows, (rows.stop - 1) // self.page_rows + 1)
 
     def base(self, start: int) -> int:
-        """What to subtract from ``start`` so that a state table stays short: a multiple of ``period``.
+        """What to subtract from `start` so that a state table stays short: a multiple of `period`.
 
         The operator uses its start only as phase, as page column and to ask whether a previous window exists, so any
-        multiple of the period may go as long as ``start - base >= ratio`` whenever ``start >= ratio`` (overlap).
+        multiple of the period may go as long as `start - base >= ratio` whenever `start >= ratio` (overlap).
         """
         return max(start - self.reach, 0) // self.period * self.period
 
     def columns(self, tokens: int) -> int:
-        """State-table columns that any launch of at most ``tokens`` tokens a request needs, wherever it starts."""
+        """State-table columns that any launch of at most `tokens` tokens a request needs, wherever it starts."""
         return -(-(self.period - 1 + self.reach + tokens) // self.page_rows)
 
     @property
@@ -97,7 +97,7 @@ class TailShape:
     def spare_pages(self) -> int:
         """Most pages that one layer of one request may take from its slot in one launch.
 
-        A launch may leave every page it reads and end in as many others, so this equals ``tail_pages``.
+        A launch may leave every page it reads and end in as many others, so this equals `tail_pages`.
         """
         return self.tail_pages
 
@@ -105,3 +105,7 @@ class TailShape:
     def list_ids(self) -> int:
         """Most page ids that one launch maps for one request: its history and its tail."""
         return 2 * self.tail_pages
+
+    def pool_pages(self, max_num_seqs: int, slots: int) -> int:
+        """Pages of one pool: the null page, every request's worst tail in every layer, and every slot's spares."""
+        return 1 + max_num_seqs * (self.layers * self.tail_pages + slots * self.spare_pages)

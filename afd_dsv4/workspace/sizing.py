@@ -35,15 +35,15 @@ def tail_shapes(geometry: ModelGeometry, layout: PageLayout, drafts: int = 0) ->
 
 @dataclass(frozen=True)
 class WorkspaceSizes:
-    """Bytes of everything the plugin allocates on one worker. See ``size_workspace``.
+    """Bytes of everything the plugin allocates on one worker. See `size_workspace`.
 
     Attributes:
         tail_bytes_per_request: all layers' tail pages of one request, worst phase.
-        tail_bytes: the same for ``max_num_seqs`` requests, plus one null page per kind.
+        tail_bytes: the same for `max_num_seqs` requests, plus one null page per kind.
         spare_bytes: spare pages of one layer of the largest batch, times slots.
         list_bytes: page lists of all layers on the device, times slots.
         table_bytes: wide state tables, times slots.
-        staging_bytes: the layer-independent rest of a slot on the device (column indices, re-based starts), times slots.
+        staging_bytes: the rest of a slot on the device (column indices, re-based starts; no layer in it), times slots.
         host_bytes: pinned host memory behind lists and staging, all ring entries.
         slots: number of workspace slots.
     """
@@ -68,11 +68,6 @@ class WorkspaceSizes:
         return self.tail_bytes + self.spare_bytes + self.list_bytes + self.table_bytes + self.staging_bytes
 
 
-def pool_pages(shape: TailShape, max_num_seqs: int, slots: int) -> int:
-    """Pages of one pool: the null page, every request's worst tail in every layer, and every slot's spares."""
-    return 1 + max_num_seqs * (shape.layers * shape.tail_pages + slots * shape.spare_pages)
-
-
 def size_workspace(
     geometry: ModelGeometry,
     layout: PageLayout,
@@ -92,7 +87,8 @@ def size_workspace(
         drafts: most draft tokens a forward may have to take back.
         slots: executions that may be in flight at once.
     """
-    for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens), ("slots", slots)):
+    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens, "slots": slots}
+    for name, value in limits.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     tail = null = spare = lists = table = staging = 0

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""Who owns which page: tails of requests, spares of workspace slots, and how they change hands.
+
+Problem: a launch may not write a page that it also reads, so a request needs other pages for its new tail than it has
+for its history, but only while the launch runs.
+Way: every layer of every request owns exactly `tail_pages` pages, every slot exactly `spare_pages` a request: one
+layer's worth. A launch that needs more pages than the request has idle takes spares and gives back as many pages of the
+history it leaves; the next layer of the same execution takes those. Counts never change, so nothing can run dry and
+nothing is ever searched for. Per layer this is a shift by one, so all layers are planned in one array operation.
+Not here: when a page that changed hands may be touched. The lease orders that (`workspace/`): an execution's launches
+follow each other, and it follows the last execution that had its requests' rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as ReadOnly
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NewType
+
+import numpy as np
+
+from afd_dsv4.tail.rows import TailShape
+from afd_dsv4.tail.tables import NO_COLUMN, Int32Array, Mapping, PageList, RequestChunk, RequestId, map_chunk
+
+SlotIndex = NewType("SlotIndex", int)
+RowIndex = NewType("RowIndex", int)
+
+
+class TailFull(RuntimeError):
+    """More requests than tails."""
+
+
+class UnknownPosition(ValueError):
+    """A chunk starts where the request's tail does not end: its history is not there."""
+
+
+@dataclass
+class _Row:
+    """One request's place in the store."""
+
+    index: RowIndex
+    low: int = 0  # the next start lies in [low, high]
+    high: int = 0
+    mapped: dict[int, range] = field(default_factory=dict)  # ratio -> logical pages of the tail
+
+
+class _Pool:
+    """Page ids of one ratio: int32 arrays, each id in exactly one place."""
+
+    def __init__(self, shape: TailShape, max_num_seqs: int, slots: int) -> None:
+        self.shape = shape
+        self.pages = shape.pool_pages(max_num_seqs, slots)
+        ids = np.arange(1, self.pages, dtype=np.int32)  # page 0 is the null page and belongs to nobody
+        tails = shape.layers * max_num_seqs * shape.tail_pages
+        self.owned = ids[:tails].reshape(shape.layers, max_num_seqs, shape.tail_pages).copy()
+        self.spare = ids[tails:].reshape(slots, max_num_seqs, shape.spare_pages).copy()
+
+    def move(self, mapping: Mapping, mapped: range, row: RowIndex, slot: SlotIndex, lane: int) -> Int32Array:
+        """Hand over the pages of one request in all layers; ids of history then fresh pages, int32 [layers, n].
+
+        Args:
+            mapping: logical pages of the chunk.
+            mapped: logical pages of the present tail; page `mapped[i]` is `owned[:, row, i]`.
+            row: the request's row.
+            slot: the slot whose spares are used.
+            lane: the request's place in the batch, which is its lane of spares.
+        """
+        old = self.owned[:, row, :].copy()
+        place = {page: index for index, page in enumerate(mapped)}
+        history = [place[page] for page in mapping.history]
+        kept = [place[page] for page in mapping.kept]
+        left = [place[page] for page in mapping.left]
+        idle = [index for index in range(old.shape[1]) if index not in history]
+        fresh = len(mapping.fresh)
+        own, taken = idle[:fresh], max(0, fresh - len(idle))
+        given, rest = left[:taken], left[taken:] + idle[fresh:]
+
+        spares = np.empty((old.shape[0], taken), np.int32)
+        spares[0] = self.spare[slot, lane, :taken]
+        spares[1:] = old[:-1, given]
+        self.spare[slot, lane, :taken] = old[-1, given]
+        new = np.concatenate([old[:, own], spares], axis=1)
+        self.owned[:, row, :] = np.concatenate([old[:, kept], new, old[:, rest]], axis=1)
+        return np.concatenate([old[:, history], new], axis=1)
+
+
+class TailStore:
+    """Pages of all requests and slots of one worker.
+
+    Args:
+        shapes: one per ratio (`workspace.sizing.tail_shapes`).
+        max_num_seqs: most requests at once.
+        slots: workspace slots.
+    """
+
+    def __init__(self, shapes: ReadOnly[int, TailShape], *, max_num_seqs: int, slots: int) -> None:
+        self.max_num_seqs = max_num_seqs
+        self._pools = {ratio: _Pool(shape, max_num_seqs, slots) for ratio, shape in shapes.items()}
+        self._rows: dict[RequestId, _Row] = {}
+        self._free = [RowIndex(index) for index in reversed(range(max_num_seqs))]
+
+    def pages(self, ratio: int) -> int:
+        """Pages of one pool, the null page included."""
+        return self._pools[ratio].pages
+
+    def row(self, request: RequestId) -> RowIndex | None:
+        """The row that a request holds, or None."""
+        found = self._rows.get(request)
+        return found.index if found else None
+
+    def plan(self, chunks: Sequence[RequestChunk], slot: SlotIndex) -> tuple[dict[int, PageList], tuple[RowIndex, ...]]:
+        """Plan one execution: pages change owner now, on the host, in the order in which executions are planned.
+
+        A request seen for the first time must start at 0. Nothing is changed unless all chunks are valid.
+
+        Returns:
+            The page lists by ratio, and the row of each chunk.
+
+        Raises:
+            TailFull: more requests than `max_num_seqs`.
+            UnknownPosition: a start outside what the request's last chunk left open.
+        """
+        requests = [chunk.request for chunk in chunks]
+        if len(set(requests)) != len(requests):
+            raise ValueError(f"a request has two chunks in one execution: {sorted(requests)}")
+        new = [chunk for chunk in chunks if chunk.request not in self._rows]
+        if len(new) > len(self._free):
+            raise TailFull(
+                f"{len(new)} new requests, {len(self._free)} free of {self.max_num_seqs} tails; "
+                f"end requests or raise max_num_seqs"
+            )
+        for chunk in chunks:
+            known = self._rows.get(chunk.request, _Row(RowIndex(-1)))
+            if not known.low <= chunk.start <= known.high:
+                raise UnknownPosition(
+                    f"request {chunk.request!r} starts at {chunk.start}, its tail allows [{known.low}, {known.high}]; "
+                    f"a request without a tail starts at 0"
+                )
+        mappings = {ratio: [map_chunk(pool.shape, chunk) for chunk in chunks] for ratio, pool in self._pools.items()}
+        for chunk in new:
+            self._rows[chunk.request] = _Row(self._free.pop())
+        rows = [self._rows[request] for request in requests]
+        lists = {ratio: self._list(ratio, chunks, rows, mappings[ratio], slot) for ratio in self._pools}
+        for chunk, row in zip(chunks, rows, strict=True):
+            row.low, row.high = chunk.low, chunk.end
+        return lists, tuple(row.index for row in rows)
+
+    def _list(
+        self, ratio: int, chunks: Sequence[RequestChunk], rows: list[_Row], mappings: list[Mapping], slot: SlotIndex
+    ) -> PageList:
+        pool = self._pools[ratio]
+        shape = pool.shape
+        columns = np.full((len(chunks), shape.list_ids), NO_COLUMN, np.int32)
+        ids = np.zeros((shape.layers, len(chunks), shape.list_ids), np.int32)
+        for lane, (row, mapping) in enumerate(zip(rows, mappings, strict=True)):
+            moved = pool.move(mapping, row.mapped.get(ratio, range(0)), row.index, slot, lane)
+            pages = [*mapping.history, *mapping.fresh]
+            columns[lane, : len(pages)] = [page - mapping.first_column for page in pages]
+            ids[:, lane, : len(pages)] = moved
+            row.mapped[ratio] = mapping.tail
+        starts = np.array([mapping.start for mapping in mappings], np.int32)
+        return PageList(shape=shape, chunks=tuple(chunks), columns=columns, ids=ids, starts=starts)
+
+    def end(self, request: RequestId) -> RowIndex:
+        """Give back a request's row. Its pages stay with the row, whose next request waits for the row's last lease.
+
+        Raises:
+            KeyError: the request holds no row.
+        """
+        row = self._rows.pop(request)
+        self._free.append(row.index)
+        return row.index
+
+    def tail(self, request: RequestId, ratio: int) -> tuple[range, Int32Array]:
+        """The logical tail pages of a request and their ids, int32 [layers, pages]."""
+        row = self._rows[request]
+        mapped = row.mapped.get(ratio, range(0))
+        return mapped, self._pools[ratio].owned[:, row.index, : len(mapped)].copy()
+
+    def owners(self, ratio: int) -> Int32Array:
+        """Every id that somebody owns, sorted: a permutation of 1 .. pages - 1, whatever was planned."""
+        pool = self._pools[ratio]
+        return np.sort(np.concatenate([pool.owned.ravel(), pool.spare.ravel()]))

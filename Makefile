@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+#
+# The commands of the project. Each one makes the environment first (about 5 minutes the first time, 1 s after that), so
+# that any of them works from a fresh clone. PYTHON, TORCH_INDEX and CXX: see tests/environment/setup.sh.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test bench lint format clean clean-all
+
+BIN := .venv/bin
+# Runs a command on the software NPU.
+SOFTNPU := $(BIN)/python -m afd_dsv4.softnpu --
+CXX_SOURCES = $(shell git ls-files '*.cpp' '*.h' '*.hpp' '*.cc')
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | column -t -s '|'
+
+setup: ## the exact test environment in .venv, and the software NPU in build/softnpu
+	@bash tests/environment/setup.sh
+
+demo: setup ## the claim, measured: the evidence run, on the software NPU where there is no real one
+	@$(BIN)/afd-dsv4 evidence --out build/evidence $(ARGS)
+
+test: setup ## every test, on the software NPU; ARGS go to pytest
+	@AFD_DSV4_REQUIRE_NPU=1 $(SOFTNPU) $(BIN)/python -m pytest $(ARGS)
+
+bench: setup ## benchmarks; ARGS go to pytest
+	@$(SOFTNPU) $(BIN)/python -m pytest benchmarks --benchmark-only $(ARGS)
+
+lint: setup ## every static check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES))
+
+format: setup ## rewrite the sources as `make lint` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(if $(CXX_SOURCES),$(BIN)/clang-format -i $(CXX_SOURCES))
+
+clean: ## what was built
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .import_linter_cache
+
+clean-all: clean ## and the environment
+	rm -rf .venv

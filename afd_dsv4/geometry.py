@@ -365,4 +365,3 @@ def _read(config: Mapping[str, Any], key: str, name: str, *, default: int | None
     if value is None:
         raise InputError(f"{name}: {key}", "missing", "add it to the config")
     return _whole(value, f"{name}: {key}", least=least)
-

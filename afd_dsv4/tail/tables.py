@@ -47,7 +47,7 @@ class RequestChunk:
             raise ValueError(f"chunk of {self.request!r}: 0 <= start < end must hold, got [{self.start}, {self.end})")
         if not 0 <= self.drafts < self.end - self.start:
             raise ValueError(
-                f"chunk of {self.request!r}: {self.drafts} drafts in {self.end - self.start} rows; at least one must stay"
+                f"chunk of {self.request!r}: {self.drafts} drafts in {self.tokens} rows; at least one must stay"
             )
 
     @property

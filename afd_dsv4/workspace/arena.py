@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -92,12 +91,8 @@ class WorkspaceArena(Generic[S]):
         self.slots = tuple(Slot[S](SlotIndex(index)) for index in range(slots))
         self._seals = 0
 
-    def acquire(self, execution: ExecutionId, depends: Sequence[Lease[S]] = ()) -> Lease[S]:
+    def acquire(self, execution: ExecutionId) -> Lease[S]:
         """Lease a slot. Never waits on the host.
-
-        Args:
-            execution: who wants it.
-            depends: leases of the executions that had this one's requests last.
 
         Raises:
             Exhausted: no slot is sealed or unused.
@@ -115,8 +110,7 @@ class WorkspaceArena(Generic[S]):
             slot = (passed or unused or sorted(free, key=lambda s: s.sealed_at))[0]
             self.counters.leases += 1
             self.counters.handed_on += not (passed or unused)
-            before = [lease for lease in dict.fromkeys(depends) if self.settle(lease) is Settlement.NOT_QUIESCED]
-            slot.lease = Lease(self, slot, execution, slot.fence, before)
+            slot.lease = Lease(self, slot, execution, slot.fence)
             return slot.lease
 
     def seal(self, slot: Slot[S], fence: Fence[S] | None) -> None:
@@ -137,3 +131,7 @@ class WorkspaceArena(Generic[S]):
                 return Settlement.NOT_QUIESCED
             lease.state = LeaseState.SETTLED
             return Settlement.RELEASED
+
+    def is_over(self, lease: Lease[S]) -> bool:
+        """Whether nothing that the lease covered can still run. Never waits."""
+        return self.settle(lease) is not Settlement.NOT_QUIESCED

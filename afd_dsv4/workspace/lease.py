@@ -47,7 +47,6 @@ class Lease(Generic[S]):
         slot: the slot.
         execution: who holds it.
         behind: the fence of the slot's last lease, or None.
-        depends: leases of executions that had this one's requests before.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class Lease(Generic[S]):
         slot: Slot[S],
         execution: ExecutionId,
         behind: Fence[S] | None,
-        depends: Sequence[Lease[S]],
     ) -> None:
         self.slot = slot
         self.execution = execution
@@ -64,14 +62,26 @@ class Lease(Generic[S]):
         self.fence: Fence[S] | None = None
         self._arena = arena
         self._behind = behind
-        self._depends = tuple(depends)
+        self._depends: tuple[Lease[S], ...] = ()
         self._streams: dict[StreamId, S] = {}
         self._count: dict[StreamId, int] = {}  # touches queued, per stream
         self._seen: dict[tuple[StreamId, int, StreamId], int] = {}  # (waiter, lease, other) -> touches waited for
         self._fenced: set[tuple[StreamId, int]] = set()  # (stream, lease) whose fence the stream waits for
         self._writer: dict[Hashable, tuple[StreamId, int]] = {}
         self._readers: dict[Hashable, dict[StreamId, int]] = {}
-        self._steps: dict[Hashable, tuple[StreamId, int]] = {}
+        self._steps: dict[Hashable, dict[StreamId, int]] = {}
+        self._completed: set[Hashable] = set()
+
+    def follow(self, leases: Sequence[Lease[S]]) -> None:
+        """Name the executions that had this one's requests last; call it before the first touch.
+
+        Raises:
+            OrderError: the slot was touched already, without waiting for them.
+        """
+        with self._arena.lock:
+            if self._streams:
+                raise OrderError(f"{self.execution} names what it follows after it has touched its slot")
+            self._depends = tuple(lease for lease in dict.fromkeys(leases) if not self._arena.is_over(lease))
 
     def touch(
         self,
@@ -80,6 +90,7 @@ class Lease(Generic[S]):
         reads: Iterable[Hashable] = (),
         writes: Iterable[Hashable] = (),
         step: Hashable = None,
+        completes: bool = True,
     ) -> None:
         """Order what is queued on `stream` next behind all it conflicts with. Call it just before queueing.
 
@@ -88,7 +99,8 @@ class Lease(Generic[S]):
             reads: parts of the slot that the work reads.
             writes: parts that it writes.
             step: names a launch (layer and kind) that other executions may have to follow, or have led: with a step,
-                the same step of every execution that this one depends on comes first.
+                the same step of every execution that this one follows comes first.
+            completes: whether this is the step's last launch; prefill and decode may be two.
 
         Raises:
             OrderError: the lease is sealed, or a depended-on execution has not launched `step` yet.
@@ -115,7 +127,9 @@ class Lease(Generic[S]):
                     self._after(self, reader, stream, me)
                 self._writer[part] = (me, index)
             if step is not None:
-                self._steps[step] = (me, index)
+                self._steps.setdefault(step, {})[me] = index
+                if completes:
+                    self._completed.add(step)
 
     def _after(self, lease: Lease[S], touch: tuple[StreamId, int] | None, stream: S, me: StreamId) -> None:
         """Make `stream` wait for one touch of `lease`, unless it does already."""
@@ -136,12 +150,13 @@ class Lease(Generic[S]):
     def _follow(self, before: Lease[S], step: Hashable, stream: S, me: StreamId) -> None:
         """Make `stream` wait for the same step of an execution that had one of our requests before us."""
         if before.state is LeaseState.ACQUIRED:
-            if step not in before._steps:
+            if step not in before._completed:
                 raise OrderError(
                     f"{self.execution} launches {step} before {before.execution} did, whose rows it continues; "
                     f"launch each layer of the earlier execution first"
                 )
-            self._after(before, before._steps[step], stream, me)
+            for launch in before._steps[step].items():
+                self._after(before, launch, stream, me)
         elif (me, id(before)) not in self._fenced:
             self._fenced.add((me, id(before)))
             if before.fence is not None and self._arena.ordered:

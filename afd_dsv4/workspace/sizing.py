@@ -42,7 +42,7 @@ class WorkspaceSizes:
         tail_bytes: the same for `max_num_seqs` requests, plus one null page per kind.
         spare_bytes: spare pages of one layer of the largest batch, times slots.
         list_bytes: page lists of all layers on the device, times slots.
-        table_bytes: wide state tables, times slots.
+        table_bytes: wide state tables of all slots, and the all-zero one that forwards without an execution get.
         staging_bytes: the rest of a slot on the device (column indices, re-based starts; no layer in it), times slots.
         host_bytes: pinned host memory behind lists and staging, all ring entries.
         slots: number of workspace slots.
@@ -60,7 +60,8 @@ class WorkspaceSizes:
     @property
     def slot_bytes(self) -> int:
         """Device bytes of one workspace slot."""
-        return (self.spare_bytes + self.list_bytes + self.table_bytes + self.staging_bytes) // self.slots
+        apart = self.spare_bytes + self.list_bytes + self.staging_bytes
+        return apart // self.slots + self.table_bytes // (self.slots + 1)
 
     @property
     def device_bytes(self) -> int:
@@ -108,7 +109,7 @@ def size_workspace(
         tail_bytes=max_num_seqs * tail + null,
         spare_bytes=slots * spare,
         list_bytes=slots * lists,
-        table_bytes=slots * table,
+        table_bytes=(slots + 1) * table,
         staging_bytes=slots * staging,
         # One ring entry more than there are slots: the next batch is prepared while all slots are in flight.
         host_bytes=(slots + 1) * (lists + staging),

@@ -31,7 +31,7 @@ class StagingRing(Generic[S, B]):
         if not buffers:
             raise ValueError("a staging ring needs at least one buffer")
         self._device = device
-        self._buffers = tuple(buffers)
+        self.entries = tuple(buffers)
         self._copied: list[Event[S] | None] = [None] * len(buffers)
         self._next = 0
         self.host_waits = 0
@@ -39,12 +39,12 @@ class StagingRing(Generic[S, B]):
     def take(self) -> tuple[int, B]:
         """The next entry and its number; waits on the host if its last copy is still queued."""
         index = self._next
-        self._next = (index + 1) % len(self._buffers)
+        self._next = (index + 1) % len(self.entries)
         event = self._copied[index]
         if event is not None and not event.query():
             self.host_waits += 1
             event.synchronize()
-        return index, self._buffers[index]
+        return index, self.entries[index]
 
     def copied(self, index: int, stream: S) -> None:
         """All copies from this entry are queued on `stream`."""

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""The stock executor: the compressor operator that vllm-ascend ships, given tails instead of a state cache.
+
+The operator writes no row whose state-table entry is page 0 and reads only rows before its start. So this runtime gives
+it one page pool per kind for all layers, a table that maps history and tail only, and a re-based start; nothing else of
+the state is ever stored. Per launch the host queues one scatter of page ids and the operator, and says one `touch`.
+
+Memory is taken once, in the constructor, by the expression in `workspace/sizing.py`. `compressor_metadata` is not ours:
+it keeps getting the true start and vLLM's own tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from afd_dsv4.compressor.executor import CompressorWeights
+from afd_dsv4.device.torch_device import TorchDevice
+from afd_dsv4.geometry import CompressorKind, ModelGeometry, PageLayout
+from afd_dsv4.tail.rows import TailShape
+from afd_dsv4.tail.store import RowIndex, TailStore
+from afd_dsv4.tail.tables import NO_COLUMN, PageList, RequestChunk, RequestId
+from afd_dsv4.workspace.arena import WorkspaceArena
+from afd_dsv4.workspace.identity import ExecutionId, Generation, GenerationMint
+from afd_dsv4.workspace.lease import Lease
+from afd_dsv4.workspace.sizing import tail_shapes
+from afd_dsv4.workspace.staging import StagingRing
+
+CONTINUOUS = 1  # the operator's cache_mode that skips page 0
+INTERLEAVED = 2  # the operator's rotary_mode
+
+
+class _Lists:
+    """Page lists, columns and starts of one ratio: once pinned on the host, once on the device."""
+
+    def __init__(self, shape: TailShape, max_num_seqs: int, *, device: torch.device, pinned: bool) -> None:
+        places = max_num_seqs * shape.list_ids
+        self.ids = torch.empty(shape.layers * places, dtype=torch.int32, device=device, pin_memory=pinned)
+        self.cells = torch.empty(places, dtype=torch.int64, device=device, pin_memory=pinned)
+        self.starts = torch.zeros(max_num_seqs, dtype=torch.int32, device=device, pin_memory=pinned)
+
+    @property
+    def list_bytes(self) -> int:
+        return self.ids.nbytes
+
+    @property
+    def staging_bytes(self) -> int:
+        return self.cells.nbytes + self.starts.nbytes
+
+
+class _Table:
+    """The wide state table of one ratio in one slot, with one cell behind it for padded list entries."""
+
+    def __init__(self, shape: TailShape, max_num_seqs: int, max_num_batched_tokens: int, device: torch.device) -> None:
+        self.columns = shape.columns(max_num_batched_tokens)
+        self.flat = torch.zeros(max_num_seqs * self.columns + 1, dtype=torch.int32, device=device)
+        self.rows = self.flat[:-1].view(max_num_seqs, self.columns)
+        self.layer: int | None = None  # whose ids it holds
+
+    def cells(self, pages: PageList) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Flat index of every list entry, int64 [requests, list_ids]; padded entries all mean the last cell."""
+        row = np.arange(len(pages.chunks), dtype=np.int64)[:, None] * self.columns
+        return np.where(pages.columns == NO_COLUMN, self.flat.numel() - 1, row + pages.columns)
+
+
+@dataclass(frozen=True)
+class AllocatedBytes:
+    """Bytes of the tensors that a runtime really holds, by class. Compare `workspace.sizing.WorkspaceSizes`."""
+
+    tails_and_spares: int
+    lists: int
+    tables: int
+    staging: int
+    host: int
+
+
+class StockRuntime:
+    """Tails, workspace slots and page lists of one worker.
+
+    Args:
+        geometry: the model.
+        layout: rows per page.
+        max_num_seqs: most requests at once.
+        max_num_batched_tokens: most tokens of one launch.
+        device: where the operator runs.
+        slots: executions in flight at once: uBatches, or forwards under asynchronous scheduling.
+        drafts: most draft tokens a forward may have to take back.
+        ordered: False drops every stream wait; only for negative controls.
+    """
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        layout: PageLayout,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        device: torch.device | str,
+        slots: int = 2,
+        drafts: int = 0,
+        ordered: bool = True,
+    ) -> None:
+        self.geometry = geometry
+        self.device = TorchDevice(device)
+        self.shapes = tail_shapes(geometry, layout, drafts)
+        self.store = TailStore(self.shapes, max_num_seqs=max_num_seqs, slots=slots)
+        self.arena: WorkspaceArena[Any] = WorkspaceArena(self.device, slots, ordered=ordered)
+        self._mint = GenerationMint()
+        self._last: dict[RowIndex, Lease[Any]] = {}
+        self._layers = {kind: {layer: i for i, layer in enumerate(geometry.layers_of(kind))} for kind in CompressorKind}
+        where = self.device.device
+        self.pools = {
+            kind: torch.empty(
+                (self.store.pages(kind.ratio), layout.page_rows(kind), geometry.row_bytes(kind) // 4),
+                dtype=torch.float32,
+                device=where,
+            )
+            for kind in CompressorKind
+            if geometry.layers_of(kind)
+        }
+        self.tables = [
+            {r: _Table(shape, max_num_seqs, max_num_batched_tokens, where) for r, shape in self.shapes.items()}
+            for _ in range(slots + 1)  # the last one stays all zero
+        ]
+        self._idle_starts = torch.zeros(max_num_seqs, dtype=torch.int32, device=where)
+        self.lists = [
+            {r: _Lists(shape, max_num_seqs, device=where, pinned=False) for r, shape in self.shapes.items()}
+            for _ in range(slots)
+        ]
+        host = torch.device("cpu")
+        self.staging: StagingRing[Any, dict[int, _Lists]] = StagingRing(
+            self.device,
+            [
+                {r: _Lists(shape, max_num_seqs, device=host, pinned=True) for r, shape in self.shapes.items()}
+                for _ in range(slots + 1)
+            ],
+        )
+
+    def begin(
+        self,
+        chunks: Sequence[RequestChunk],
+        *,
+        generation: Generation | None = None,
+        ubatch: int = 0,
+    ) -> StockExecution:
+        """Plan an execution, lease its slot and queue the upload of its lists on the current stream.
+
+        Without chunks (an empty uBatch share, an idle rank) nothing is leased and nothing is queued.
+
+        Args:
+            chunks: requests in batch order. For a batch cut into uBatches call in uBatch order, with one generation.
+            generation: from `mint`; None mints one.
+            ubatch: index of the uBatch.
+
+        Raises:
+            Exhausted: all slots are held by unsealed executions.
+            TailFull: more requests than tails.
+            UnknownPosition: a chunk does not start where its request's tail ends.
+        """
+        if not chunks:
+            return StockExecution(self, None, {}, 0)
+        execution = ExecutionId(generation or self._mint.mint(), ubatch)
+        with self.arena.lock:
+            lease = self.arena.acquire(execution)
+            try:
+                lists, rows = self.store.plan(chunks, lease.slot.index)
+                lease.follow([self._last[row] for row in rows if row in self._last])
+                self._upload(lease, lists)
+            except BaseException:
+                lease.seal()
+                raise
+            for row in rows:
+                self._last[row] = lease
+        return StockExecution(self, lease, lists, len(chunks))
+
+    def mint(self) -> Generation:
+        """A generation for a forward whose uBatches are begun one by one."""
+        return self._mint.mint()
+
+    def end_request(self, request: RequestId) -> None:
+        """Give a request's tail away. Its next owner waits for the last lease that mapped it."""
+        with self.arena.lock:
+            self.store.end(request)
+
+    def idle(self, kind: CompressorKind, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Table and starts for a forward without an execution (profile, dummy, idle rank): all zero, nothing is stored.
+
+        Args:
+            kind: the compressor.
+            rows: requests that the launch pretends to have.
+        """
+        return self.tables[-1][kind.ratio].rows[:rows], self._idle_starts[:rows]
+
+    def allocated(self) -> AllocatedBytes:
+        """What the runtime holds, measured on its tensors."""
+        return AllocatedBytes(
+            tails_and_spares=sum(pool.nbytes for pool in self.pools.values()),
+            lists=sum(part.list_bytes for slot in self.lists for part in slot.values()),
+            tables=sum(table.flat.nbytes for slot in self.tables for table in slot.values()),
+            staging=sum(part.staging_bytes for slot in self.lists for part in slot.values()),
+            host=sum(part.list_bytes + part.staging_bytes for entry in self.staging.entries for part in entry.values()),
+        )
+
+    def _upload(self, lease: Lease[Any], lists: dict[int, PageList]) -> None:
+        stream = self.device.current_stream()
+        slot = lease.slot.index
+        entry, host = self.staging.take()
+        parts = [(what, ratio) for ratio in lists for what in ("lists", "table")]
+        lease.touch(stream, writes=parts)
+        for ratio, pages in lists.items():
+            table, there, here = self.tables[slot][ratio], self.lists[slot][ratio], host[ratio]
+            rows = len(pages.chunks)
+            for name, values in (("ids", pages.ids), ("cells", table.cells(pages)), ("starts", pages.starts)):
+                source = getattr(here, name)[: values.size]
+                source.numpy()[:] = values.ravel()
+                getattr(there, name)[: values.size].copy_(source, non_blocking=True)
+            table.rows[:rows].zero_()
+            table.layer = None
+        self.staging.copied(entry, stream)
+
+    def launch(
+        self,
+        lease: Lease[Any],
+        pages: PageList,
+        layer: int,
+        kind: CompressorKind,
+        x: torch.Tensor,
+        weights: CompressorWeights,
+        rope_cos: torch.Tensor,
+        rope_sin: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        rows: slice,
+        completes: bool,
+    ) -> torch.Tensor:
+        """Queue one compressor launch; `completes` says that it is the last of its layer and kind.
+
+        See `executor.Execution.compress` for the rest.
+        """
+        slot, ratio = lease.slot.index, kind.ratio
+        table, lists = self.tables[slot][ratio], self.lists[slot][ratio]
+        stream = self.device.current_stream()
+        scatter = table.layer != layer
+        lease.touch(
+            stream,
+            reads=[("lists", ratio), ("table", ratio)],
+            writes=[("pages", kind), *([("table", ratio)] if scatter else [])],
+            step=(layer, kind),
+            completes=completes,
+        )
+        if scatter:
+            places = pages.columns.size
+            first = self._layers[kind][layer] * places
+            table.flat.scatter_(0, lists.cells[:places], lists.ids[first : first + places])
+            table.layer = layer
+        compressed: torch.Tensor = torch.ops._C_ascend.compressor(
+            x,
+            weights.wkv,
+            weights.wgate,
+            self.pools[kind],
+            weights.ape,
+            weights.norm_weight,
+            rope_sin,
+            rope_cos,
+            state_block_table=table.rows[rows],
+            cu_seqlens=cu_seqlens,
+            seqused=None,
+            start_pos=lists.starts[rows],
+            rope_head_dim=weights.rope_head_dim,
+            cmp_ratio=ratio,
+            coff=kind.coff,
+            norm_eps=weights.norm_eps,
+            rotary_mode=INTERLEAVED,
+            cache_mode=CONTINUOUS,
+        )
+        return compressed
+
+
+class StockExecution:
+    """One execution of a `StockRuntime`; a context manager that seals its lease. See `executor.Execution`.
+
+    Attributes:
+        lease: None for an execution without requests.
+        lists: page lists by ratio.
+    """
+
+    def __init__(
+        self, runtime: StockRuntime, lease: Lease[Any] | None, lists: dict[int, PageList], requests: int
+    ) -> None:
+        self._runtime = runtime
+        self._requests = requests
+        self._launched: dict[tuple[int, CompressorKind], int] = {}
+        self.lease = lease
+        self.lists = lists
+
+    def compress(
+        self,
+        layer: int,
+        kind: CompressorKind,
+        x: torch.Tensor,
+        weights: CompressorWeights,
+        rope_cos: torch.Tensor,
+        rope_sin: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        rows: slice = slice(None),
+    ) -> torch.Tensor:
+        """See `executor.Execution`."""
+        if self.lease is None:
+            if x.shape[0]:
+                raise ValueError(f"{x.shape[0]} tokens in an execution that was begun without requests")
+            return x.new_empty((0, weights.norm_weight.shape[0]))
+        mine = slice(*rows.indices(self._requests))
+        done = self._launched.get((layer, kind), 0) + mine.stop - mine.start
+        self._launched[layer, kind] = done
+        return self._runtime.launch(
+            self.lease,
+            self.lists[kind.ratio],
+            layer,
+            kind,
+            x,
+            weights,
+            rope_cos,
+            rope_sin,
+            cu_seqlens,
+            mine,
+            completes=done == self._requests,
+        )
+
+    def finish(self) -> None:
+        """Seal the lease."""
+        if self.lease is not None:
+            self.lease.seal()
+
+    def __enter__(self) -> StockExecution:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish()

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""Streams and events of torch.npu and torch.cuda behind `device/api.py`.
+
+Both modules have the same classes with the same meaning; this only picks the module by device type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from afd_dsv4.device.api import StreamId
+
+
+class TorchDevice:
+    """One accelerator.
+
+    Args:
+        device: "npu", "npu:0", "cuda", ...
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self._module: Any = torch.get_device_module(self.device)
+
+    def stream_id(self, stream: Any) -> StreamId:
+        """See `api.Device`. Unique among the streams of one device."""
+        return StreamId(stream.stream_id)
+
+    def event(self) -> Any:
+        """See `api.Device`."""
+        return self._module.Event()
+
+    def current_stream(self) -> Any:
+        """The stream that the calling thread queues on."""
+        return self._module.current_stream(self.device)

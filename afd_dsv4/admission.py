@@ -173,15 +173,15 @@ class Admission:
     Attributes:
         by_group: blocks that the admission check wants free for the whole prompt, by kind of group.
         first_chunk: blocks that the first step would take.
-        free_blocks: blocks that are free.
-        admitted: whether the scheduler starts the request.
+        free_blocks: blocks that are free, None where that is not known.
+        admitted: whether the scheduler starts the request, None where that cannot be said.
         reason: why, in plain words, and what to change where it waits.
     """
 
     by_group: dict[str, int]
     first_chunk: dict[str, int]
-    free_blocks: int
-    admitted: bool
+    free_blocks: int | None
+    admitted: bool | None
     reason: str
 
     @property
@@ -190,23 +190,28 @@ class Admission:
         return sum(self.by_group.values())
 
 
-def admit(plan: KvPlan, tokens: int, limits: SchedulerLimits, free_blocks: int) -> Admission:
+def admit(plan: KvPlan, tokens: int, limits: SchedulerLimits, free_blocks: int | None) -> Admission:
     """Decide on one prompt as the scheduler would with an empty KV cache.
 
     Args:
         plan: the KV groups, see `kv_plan`.
         tokens: tokens of the prompt.
         limits: the scheduler's settings.
-        free_blocks: blocks that the pool can hand out.
+        free_blocks: blocks that the pool can hand out, None to learn only the need.
 
     Raises:
         InputError: a prompt that is empty or longer than the model, or a negative number of blocks.
     """
     check_prompt(tokens, limits)
-    if free_blocks < 0:
+    if free_blocks is not None and free_blocks < 0:
         raise InputError("free blocks", f"{free_blocks}", "it must not be negative")
     whole = plan.whole_prompt(tokens, limits)
     chunk = plan.chunk(min(tokens, limits.max_num_batched_tokens))
+    if free_blocks is None:
+        text = (
+            f"the whole prompt needs {sum(whole.values()):,} blocks ({_shares(whole)}); how many are free is not known"
+        )
+        return Admission(whole, chunk, None, None, text)
     # Two checks, as in allocate_slots: everything must fit, then the chunk is taken. The second can only fail where
     # other requests hold blocks; it is here because this function is the definition of the pair.
     admitted = sum(whole.values()) <= free_blocks and sum(chunk.values()) <= free_blocks

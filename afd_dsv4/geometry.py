@@ -16,6 +16,7 @@ operator limits, `csrc/attention/compressor/op_host` of vllm-ascend.
 from __future__ import annotations
 
 import enum
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ class InputError(ValueError):
 
 def _whole(value: object, what: str, *, least: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InputError(what, repr(value), f"it must be a whole number of at least {least}")
+        raise InputError(what, reprlib.repr(value), f"it must be a whole number of at least {least}")
     return value
 
 
@@ -190,7 +191,9 @@ def from_hf_config(config: Mapping[str, Any], name: str) -> ModelGeometry:
     """
     model_type = config.get("model_type", "deepseek_v4")
     if model_type != "deepseek_v4":
-        raise InputError(f"{name}: model_type", repr(model_type), "only deepseek_v4 models have these compressors")
+        raise InputError(
+            f"{name}: model_type", reprlib.repr(model_type), "only deepseek_v4 models have these compressors"
+        )
     num_layers = _read(config, "num_hidden_layers", name)
     num_nextn = _read(config, "num_nextn_predict_layers", name, default=0, least=0)
     head_dim = _read(config, "head_dim", name)
@@ -198,8 +201,12 @@ def from_hf_config(config: Mapping[str, Any], name: str) -> ModelGeometry:
         rope = _read(config, "qk_rope_head_dim", name)
     else:
         factor = config.get("partial_rotary_factor")
-        if not isinstance(factor, (int, float)) or isinstance(factor, bool):
-            raise InputError(f"{name}: qk_rope_head_dim", "missing", "add it, or partial_rotary_factor, to the config")
+        if not isinstance(factor, (int, float)) or not 0 < factor <= 1:  # refuses nan as well
+            raise InputError(
+                f"{name}: qk_rope_head_dim",
+                f"missing, and partial_rotary_factor is {reprlib.repr(factor)}",
+                "add either to the config, the factor above 0 and at most 1",
+            )
         rope = int(head_dim * factor)
     return ModelGeometry(
         name=name,
@@ -344,7 +351,7 @@ def _ratios(config: Mapping[str, Any], name: str, num_layers: int, num_nextn: in
 
 def _ratio_of_type(config: Mapping[str, Any], entry: object, name: str, layer: int) -> int:
     if not isinstance(entry, str) or entry not in _LAYER_TYPES:
-        raise InputError(f"{name}: type of layer {layer}", repr(entry), f"use one of {', '.join(_LAYER_TYPES)}")
+        raise InputError(f"{name}: type of layer {layer}", reprlib.repr(entry), f"use one of {', '.join(_LAYER_TYPES)}")
     rates = config.get("compress_rates") or {}
     if not isinstance(rates, Mapping):
         raise InputError(f"{name}: compress_rates", f"{type(rates).__name__}", "it must map layer types to ratios")
@@ -357,7 +364,7 @@ def _check_ratio(ratio: object, what: str) -> None:
             return
         if ratio in FUTURE_RATIOS:
             raise InputError(what, f"{ratio}", "ratios 1 and 2 belong to DeepSeek-V4.1, which is not supported yet")
-    raise InputError(what, f"{ratio!r}", "supported are 0 (no compressor), 4 and 128")
+    raise InputError(what, reprlib.repr(ratio), "supported are 0 (no compressor), 4 and 128")
 
 
 def _read(config: Mapping[str, Any], key: str, name: str, *, default: int | None = None, least: int = 1) -> int:

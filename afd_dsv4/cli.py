@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""The command `afd-dsv4`: `plan` says what a prompt needs, `evidence` runs the demonstration.
+
+Problem: whether a long prompt will ever start is decided by numbers spread over two code bases, and asking a server
+costs a model load.
+Way: `plan` is arithmetic only; it imports neither torch nor vLLM and answers at once. Whatever is wrong with the input
+becomes one line on stderr (what, found, remedy) and exit status 2.
+Not here: the arithmetic (`admission.py`, `workspace/sizing.py`) and the run itself (`evidence/run.py`), which is
+imported only when it is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from afd_dsv4 import __version__
+from afd_dsv4.admission import GIB, GROUP_NAMES, Admission, KvPlan, SchedulerLimits, admit, kv_plan
+from afd_dsv4.config import DEFAULT_SLOTS
+from afd_dsv4.geometry import (
+    DEFAULT_STACK,
+    InputError,
+    ModelGeometry,
+    PageLayout,
+    from_hf_config,
+    page_layout,
+    preset,
+)
+from afd_dsv4.workspace.sizing import WorkspaceSizes, size_workspace
+
+EXIT_BAD_INPUT = 2
+_LARGEST = 1 << 40  # beyond any machine, and small enough that no figure turns into infinity
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong option in one line, like every other wrong input."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError("command line", message, f"see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 0, 2 for bad input, or what the evidence run returns."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        options = _parser().parse_args(arguments)
+        if options.command == "evidence":
+            from afd_dsv4.evidence import run  # heavy: torch and, on most machines, a whole software NPU
+
+            return int(run.main(options))
+        return _plan(options)
+    except InputError as error:
+        print("afd-dsv4: error:", " ".join(str(error).split()), file=sys.stderr)  # one line, whatever was typed
+        return EXIT_BAD_INPUT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="afd-dsv4", description="Bounded compressor state for DeepSeek-V4 on Ascend.")
+    parser.add_argument("--version", action="version", version=f"afd-dsv4 {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{plan,evidence}")
+
+    plan = commands.add_parser(
+        "plan",
+        help="blocks a prompt needs, natively and with the plugin, and whether it starts",
+        description="Says how many KV blocks a prompt needs on an empty server, natively and with the plugin, whether "
+        "the scheduler starts it, and if not why.",
+    )
+    plan.add_argument(
+        "--model", required=True, metavar="flash|pro|CONFIG.json", help="preset, or a Hugging Face config"
+    )
+    plan.add_argument("--prompt-tokens", required=True, type=_count, metavar="N", help="tokens of the prompt")
+    plan.add_argument("--max-num-batched-tokens", required=True, type=_count, metavar="N", help="most tokens of a step")
+    plan.add_argument("--block-size", required=True, type=_count, metavar="32|64|128", help="vLLM's --block-size")
+    memory = plan.add_mutually_exclusive_group()
+    memory.add_argument(
+        "--free-blocks", type=_count_or_zero, metavar="N", help="free KV blocks, the same for both sides"
+    )
+    memory.add_argument(
+        "--hbm-gib", type=_gib, metavar="X", help="GiB for the KV cache and all that the plugin reserves"
+    )
+    plan.add_argument("--max-num-seqs", type=_count, default=16, metavar="N", help="most running requests (default 16)")
+    plan.add_argument("--max-model-len", type=_count, metavar="N", help="longest sequence (default: the model's)")
+    plan.add_argument("--async-scheduling", action="store_true", help="two batches in flight instead of one")
+    plan.add_argument("--slots", type=_count, default=DEFAULT_SLOTS, metavar="N", help="workspace slots (default 2)")
+    plan.add_argument("--stack", default=DEFAULT_STACK, metavar="NAME", help=f"default {DEFAULT_STACK}")
+    plan.add_argument("--json", action="store_true", help="machine-readable answer")
+
+    evidence = commands.add_parser("evidence", help="measure the claim on this machine")
+    evidence.add_argument("--device", choices=("auto", "npu", "softnpu"), default="auto", help="default auto")
+    evidence.add_argument("--model", choices=("flash",), default="flash", help="default flash")
+    evidence.add_argument(
+        "--tokens", type=_count, default=32768, metavar="N", help="tokens of the batch (default 32768)"
+    )
+    evidence.add_argument(
+        "--out", type=Path, default=Path("build/evidence"), metavar="DIR", help="default build/evidence"
+    )
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> int:
+    geometry = _model(options.model)
+    geometry.check_stock_operator()
+    layout = page_layout(options.stack, options.block_size)
+    longest = options.max_model_len or geometry.max_position_embeddings
+    if longest > geometry.max_position_embeddings:
+        raise InputError(
+            "max-model-len", f"{longest}, {geometry.name} ends at {geometry.max_position_embeddings}", "lower it"
+        )
+    limits = SchedulerLimits(
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=longest,
+        max_num_seqs=options.max_num_seqs,
+        batches_in_flight=2 if options.async_scheduling else 1,
+    )
+    sizes = size_workspace(
+        geometry,
+        layout,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        slots=options.slots,
+    )
+    plans = {"native": kv_plan(geometry, layout, plugin=False), "plugin": kv_plan(geometry, layout, plugin=True)}
+    answers = {
+        side: admit(plan, options.prompt_tokens, limits, _free(side, plan, options, sizes))
+        for side, plan in plans.items()
+    }
+    if options.json:
+        print(json.dumps(_as_json(options, geometry, limits, sizes, plans, answers), indent=2))
+    else:
+        print(_as_text(options, geometry, layout, limits, sizes, plans, answers))
+    return 0
+
+
+def _free(side: str, plan: KvPlan, options: argparse.Namespace, sizes: WorkspaceSizes) -> int | None:
+    if options.hbm_gib is None:
+        return None if options.free_blocks is None else int(options.free_blocks)
+    budget = int(options.hbm_gib * GIB)
+    reserved = sizes.device_bytes if side == "plugin" else 0
+    try:
+        return plan.free_blocks(budget - reserved)
+    except InputError:
+        least = reserved + 2 * plan.block_bytes
+        raise InputError(
+            "HBM budget",
+            f"{options.hbm_gib:g} GiB leave {max(budget - reserved, 0):,} bytes for the KV cache ({side} side, "
+            f"{reserved:,} bytes reserved), not two blocks of {plan.block_bytes:,}",
+            f"offer more than {least / GIB:.2f} GiB, or lower --max-num-seqs",
+        ) from None
+
+
+def _model(wanted: str) -> ModelGeometry:
+    if wanted in ("flash", "pro"):
+        return preset(wanted)
+    path = Path(wanted)
+    remedy = "give flash, pro or the path of a config.json"
+    try:
+        if path.is_dir():
+            raise InputError("model", f"{wanted} is a directory", "give the config.json in it")
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InputError("model", f"{wanted} is not a text file", remedy) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise InputError(
+            "model", f"cannot read {wanted!r} ({getattr(error, 'strerror', None) or error})", remedy
+        ) from None
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError("model", f"{wanted} is not JSON ({error})", remedy) from None
+    if not isinstance(config, dict):
+        raise InputError("model", f"{wanted} holds a JSON {type(config).__name__}, not an object", remedy)
+    return from_hf_config(config, path.name)
+
+
+def _as_json(
+    options: argparse.Namespace,
+    geometry: ModelGeometry,
+    limits: SchedulerLimits,
+    sizes: WorkspaceSizes,
+    plans: dict[str, KvPlan],
+    answers: dict[str, Admission],
+) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "stack": options.stack,
+        "model": geometry.name,
+        "prompt_tokens": options.prompt_tokens,
+        "block_size": options.block_size,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "max_in_flight_tokens": limits.max_in_flight_tokens,
+        "max_model_len": limits.max_model_len,
+        "max_num_seqs": limits.max_num_seqs,
+    }
+    for side, answer in answers.items():
+        document[side] = {
+            "blocks_needed": answer.blocks_needed,
+            "by_group": answer.by_group,
+            "first_chunk_blocks": sum(answer.first_chunk.values()),
+            "first_chunk_by_group": answer.first_chunk,
+            "free_blocks": answer.free_blocks,
+            "block_bytes": plans[side].block_bytes,
+            "admitted": answer.admitted,
+            "reason": answer.reason,
+        }
+    document["plugin"] |= {
+        "tail_bytes_per_request": sizes.tail_bytes_per_request,
+        "tail_bytes": sizes.tail_bytes,
+        "slots": sizes.slots,
+        "slot_bytes": sizes.slot_bytes,
+        "reserved_bytes": sizes.device_bytes,
+        "host_bytes": sizes.host_bytes,
+    }
+    return document
+
+
+def _as_text(
+    options: argparse.Namespace,
+    geometry: ModelGeometry,
+    layout: PageLayout,
+    limits: SchedulerLimits,
+    sizes: WorkspaceSizes,
+    plans: dict[str, KvPlan],
+    answers: dict[str, Admission],
+) -> str:
+    native, plugin = answers["native"], answers["plugin"]
+    rows = [("KV blocks for", "native", "plugin")]
+    rows += [(name, f"{native.by_group[name]:,}", f"{plugin.by_group[name]:,}") for name in GROUP_NAMES]
+    rows += [
+        ("whole prompt", f"{native.blocks_needed:,}", f"{plugin.blocks_needed:,}"),
+        ("first chunk", f"{sum(native.first_chunk.values()):,}", f"{sum(plugin.first_chunk.values()):,}"),
+        ("free", _shown(native.free_blocks), _shown(plugin.free_blocks)),
+        ("admitted", _shown(native.admitted), _shown(plugin.admitted)),
+    ]
+    kinds = ", ".join(
+        f"{len(geometry.layers_of(kind))} {kind.value} ({geometry.row_bytes(kind):,} B a row, "
+        f"{layout.page_rows(kind)} rows a page)"
+        for kind in dict.fromkeys(compressor.kind for compressor in geometry.compressors)
+    )
+    request = (
+        f"{geometry.name} on {options.stack}, block size {options.block_size}: {options.prompt_tokens:,} prompt "
+        f"tokens, {limits.max_num_batched_tokens:,} tokens a step, {limits.batches_in_flight} in flight, longest sequence "
+        f"{limits.max_model_len:,}"
+    )
+    reserved = (
+        f"The plugin reserves {sizes.device_bytes:,} B: tails {sizes.tail_bytes:,} ({sizes.tail_bytes_per_request:,} a "
+        f"request, {limits.max_num_seqs} requests) and {sizes.slots} workspace slots of {sizes.slot_bytes:,}."
+    )
+    if options.free_blocks is not None:
+        reserved += " With --free-blocks this is not taken from the plugin's blocks."
+    return "\n".join(
+        [
+            request,
+            f"compressors: {kinds}",
+            "",
+            *(f"  {name:<14}{left:>12}{right:>12}" for name, left, right in rows),
+            "",
+            f"One block: native {plans['native'].block_bytes:,} B, plugin {plans['plugin'].block_bytes:,} B.",
+            reserved,
+            f"native: {native.reason}.",
+            f"plugin: {plugin.reason}.",
+        ]
+    )
+
+
+def _shown(value: int | None) -> str:
+    if value is None:
+        return "?"
+    return ("yes" if value else "no") if isinstance(value, bool) else f"{value:,}"
+
+
+def _count(text: str) -> int:
+    return _whole(text, 1)
+
+
+def _count_or_zero(text: str) -> int:
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if not least <= value <= _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text} is not between {least} and {_LARGEST}")
+    return value
+
+
+def _gib(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 < value <= _LARGEST / GIB:  # refuses nan as well
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and {_LARGEST // GIB}")
+    return value

@@ -12,7 +12,7 @@
 # Environment:
 #   PYTHON       interpreter to use; otherwise the first of python3.11, python3.12, python3.10, python3 that fits
 #   TORCH_INDEX  extra package index for torch: give PyTorch's CPU index where yours serves torch with CUDA (3 GB more)
-#   CXX          C++ compiler, otherwise g++
+#   CXX, CC      C++ and C compilers, otherwise g++ and gcc
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -78,11 +78,15 @@ if has_pip; then
         "run 'make clean-all' and then this again"
 fi
 
+# The headers of torch 2.13 need C++20.
 cxx=${CXX:-g++}
-command -v "$cxx" >/dev/null || fail "needs a C++17 compiler to build the software NPU" "no $cxx on PATH" \
-    "install g++ (Debian, Ubuntu: g++) or set CXX"
-echo 'int main() { return 0; }' | "$cxx" -std=c++17 -x c++ -fsyntax-only - 2>/dev/null ||
-    fail "needs a C++17 compiler" "$cxx: $("$cxx" --version 2>&1 | head -n 1)" "install g++ 9 or newer, or set CXX"
+cc=${CC:-gcc}
+for compiler in "$cxx" "$cc"; do
+    command -v "$compiler" >/dev/null || fail "needs a C++20 and a C compiler to build the software NPU" \
+        "no $compiler on PATH" "install g++ (Debian, Ubuntu: apt-get install g++), or set CXX and CC"
+done
+echo '#include <concepts>' | "$cxx" -std=c++20 -x c++ -fsyntax-only - 2>/dev/null ||
+    fail "needs a C++20 compiler" "$cxx: $("$cxx" --version 2>&1 | head -n 1)" "install g++ 11 or newer, or set CXX"
 
 if [ ! -e "$stamps/5" ]; then # the large packages are not in yet
     free_mib=$(df -Pm "$root" | awk 'NR == 2 { print $4 }')
@@ -103,7 +107,9 @@ step() {
     shift 3
     [ "$(cat "$stamps/$number" 2>/dev/null)" = "$hash" ] && return 0
     printf '[%s/%s] %s ...\n' "$number" "$total" "$title"
-    local start=$SECONDS pid
+    local start=$SECONDS pid before
+    touch "$log"
+    before=$(wc -l <"$log")
     printf '\n===== [%s/%s] %s\n' "$number" "$total" "$title" >>"$log"
     set -m # a process group of its own, so that an interrupt ends pip or the compiler too
     "$@" >>"$log" 2>&1 </dev/null &
@@ -119,7 +125,7 @@ step() {
         fi
     done
     if ! wait "$pid"; then
-        tail -n 25 "$log" | sed 's/^/    | /' >&2
+        tail -n "+$((before + 3))" "$log" | tail -n 25 | sed 's/^/    | /' >&2
         fail "step $number, $title, failed after $((SECONDS - start)) s" \
             "the lines above; all of them in build/setup.log" "mend the cause and run again: it goes on at this step"
     fi
@@ -149,8 +155,8 @@ install_runtime() { "${pip[@]}" -r "$here/runtime.txt"; }
 install_nodeps() { "${pip[@]}" --no-deps -r "$here/nodeps.txt"; }
 
 # 3.21 is the oldest cmake that reads our presets.
-has_build_tools() {
-    command -v ninja >/dev/null && command -v cmake >/dev/null || return 1
+has_cmake() {
+    command -v cmake >/dev/null || return 1
     local have
     have=$(cmake --version | awk 'NR == 1 { print $3 }')
     [ "$(printf '%s\n' 3.21 "$have" | sort -V | head -n 1)" = 3.21 ]
@@ -158,15 +164,16 @@ has_build_tools() {
 
 install_tools() {
     "${pip[@]}" -r "$here/tools.txt"
-    has_build_tools || "${pip[@]}" -r "$here/build.txt"
+    has_cmake || "${pip[@]}" -r "$here/build.txt"
     "${pip[@]}" --no-deps --no-build-isolation -e "$root"
 }
 
 build_softnpu() {
     cd "$root"
     export PATH="$venv/bin:$PATH"
-    cmake --preset softnpu -DPython3_EXECUTABLE="$venv/bin/python" -DCMAKE_CXX_COMPILER="$cxx"
-    cmake --build --preset softnpu
+    export CXX="$cxx" CC="$cc"
+    cmake --preset host -DPython_EXECUTABLE="$venv/bin/python" -DSOFTNPU=ON
+    cmake --build --preset host --parallel "$(nproc)"
 }
 
 # Hash of all native sources, so that an edit is built again and nothing else is.

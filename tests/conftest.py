@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""What every test run shares: which tests can run here and why not, the hypothesis profile, and the seeds in the log.
+
+A skipped test always names its reason. ``AFD_DSV4_REQUIRE_NPU=1`` (``make test`` sets it) turns a missing NPU into a
+failed run, so that a broken software NPU cannot hide behind skips.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import zlib
+from functools import cache
+
+# Without this, merely importing torch beside a torch_npu that cannot load (no CANN, no software NPU) fails.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
+import hypothesis
+import numpy as np
+import pytest
+
+#: Seed of the ``rng`` fixture; set the variable to replay or to vary a run.
+SEED = int(os.environ.get("AFD_DSV4_TEST_SEED", "0"))
+
+# ci: the same examples on every machine, and no deadline, because two shared cores keep none.
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("deep", deadline=None, print_blob=True, max_examples=2000)
+PROFILE = os.environ.get("AFD_DSV4_HYPOTHESIS", "ci")
+hypothesis.settings.load_profile(PROFILE)
+
+
+REMEDY = "run: python -m afd_dsv4.softnpu -- python -m pytest"
+
+
+@cache
+def missing_npu() -> str | None:
+    """Why no NPU is there, None where there is one. Imports torch_npu, so only called when an npu test was chosen."""
+    try:
+        import torch
+        import torch_npu  # noqa: F401
+
+        count = torch.npu.device_count()
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        return f"torch_npu does not load ({str(error).splitlines()[0]}); {REMEDY}"
+    return None if count else f"torch.npu has no device; {REMEDY}"
+
+
+@cache
+def missing_stack() -> str | None:
+    """Which part of the real stack cannot be imported, None where all can."""
+    absent = [name for name in ("vllm", "vllm_ascend", "torch_npu") if importlib.util.find_spec(name) is None]
+    if absent:
+        return f"not installed: {', '.join(absent)}; run: make setup"
+    # transformers imports torch_npu as soon as it is installed, so nothing of the stack imports without it.
+    if reason := missing_npu():
+        return reason
+    try:
+        # The index serves torchvision for a CUDA torch; the launcher of the software NPU declares what it misses.
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError) as error:
+        return f"torchvision does not load ({error}); {REMEDY}"
+    return None
+
+
+@cache
+def missing_device() -> str | None:
+    """Why no real accelerator is there; the software NPU is none."""
+    if on_softnpu():
+        return "runs on the software NPU; needs a real accelerator"
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    import torch
+
+    if torch.cuda.is_available() or missing_npu() is None:
+        return None
+    return "no real accelerator"
+
+
+def on_softnpu() -> bool:
+    """Whether the launcher of the software NPU started this process."""
+    return bool(os.environ.get("AFD_DSV4_SOFTNPU"))
+
+
+REASONS = {"npu": missing_npu, "vllm_runtime": missing_stack, "device": missing_device}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what cannot run here, each with its reason."""
+    for item in items:
+        for name, reason_of in REASONS.items():
+            if item.get_closest_marker(name) and (reason := reason_of()):
+                if name == "npu" and os.environ.get("AFD_DSV4_REQUIRE_NPU") == "1":
+                    raise pytest.UsageError(f"AFD_DSV4_REQUIRE_NPU=1, but {reason}")
+                item.add_marker(pytest.mark.skip(reason=f"{name}: {reason}"))
+
+
+def pytest_report_header() -> list[str]:
+    """Everything random about this run."""
+    device = "software NPU" if on_softnpu() else "of this machine"
+    seeds = f"AFD_DSV4_TEST_SEED={SEED} SOFTNPU_SEED={os.environ.get('SOFTNPU_SEED', '0')}"
+    return [f"afd-dsv4: device {device}, seeds: {seeds}, AFD_DSV4_HYPOTHESIS={PROFILE}"]
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """A generator of this test's own: the run's seed and the test's name decide it, the order of the tests does not."""
+    return np.random.default_rng([SEED, zlib.crc32(request.node.nodeid.encode())])

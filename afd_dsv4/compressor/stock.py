@@ -203,7 +203,8 @@ class StockRuntime:
             tails_and_spares=sum(pool.nbytes for pool in self.pools.values()),
             lists=sum(part.list_bytes for slot in self.lists for part in slot.values()),
             tables=sum(table.flat.nbytes for slot in self.tables for table in slot.values()),
-            staging=sum(part.staging_bytes for slot in self.lists for part in slot.values()),
+            staging=self._idle_starts.nbytes
+            + sum(part.staging_bytes for slot in self.lists for part in slot.values()),
             host=sum(part.list_bytes + part.staging_bytes for entry in self.staging.entries for part in entry.values()),
         )
 

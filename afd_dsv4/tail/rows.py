@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class TailShape:
         """State-table columns that any launch of at most `tokens` tokens a request needs, wherever it starts."""
         return -(-(self.period - 1 + self.reach + tokens) // self.page_rows)
 
-    @property
+    @cached_property
     def tail_pages(self) -> int:
         """Most pages that one layer of one request keeps between forwards, over all phases and accept lengths."""
         phases = range(self.reach, self.reach + self.period)

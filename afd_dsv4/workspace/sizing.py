@@ -43,7 +43,7 @@ class WorkspaceSizes:
         spare_bytes: spare pages of one layer of the largest batch, times slots.
         list_bytes: page lists of all layers on the device, times slots.
         table_bytes: wide state tables of all slots, and the all-zero one that forwards without an execution get.
-        staging_bytes: the rest of a slot on the device (column indices, re-based starts; no layer in it), times slots.
+        staging_bytes: the rest of a slot on the device (cells, re-based starts; no layer in it), times slots; idle starts.
         host_bytes: pinned host memory behind lists and staging, all ring entries.
         slots: number of workspace slots.
     """
@@ -110,7 +110,7 @@ def size_workspace(
         spare_bytes=slots * spare,
         list_bytes=slots * lists,
         table_bytes=(slots + 1) * table,
-        staging_bytes=slots * staging,
+        staging_bytes=slots * staging + INT32 * max_num_seqs,
         # One ring entry more than there are slots: the next batch is prepared while all slots are in flight.
         host_bytes=(slots + 1) * (lists + staging),
         slots=slots,

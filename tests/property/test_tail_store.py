@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""Laws of the tail store: a symbolic operator fed with its lists compresses exactly the right rows, whatever is run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from afd_dsv4.tail.rows import TailShape
+from afd_dsv4.tail.store import SlotIndex, TailFull, TailStore, UnknownPosition
+from afd_dsv4.tail.tables import PageList, RequestChunk, RequestId
+from tests.strategies import LENGTHS, shapes
+from tests.symbolic import SymbolicPool, expected
+
+Workload = Callable[[PageList], None]
+
+
+class Driver:
+    """Runs chunks of several requests through one store, one ratio and all its layers."""
+
+    def __init__(self, shape: TailShape, max_num_seqs: int = 4, slots: int = 2) -> None:
+        self.shape = shape
+        self.store = TailStore({shape.ratio: shape}, max_num_seqs=max_num_seqs, slots=slots)
+        self.pool = SymbolicPool(shape)
+        self.forwards = 0
+
+    def forward(self, chunks: list[RequestChunk]) -> None:
+        lists, _ = self.store.plan(chunks, SlotIndex(self.forwards % 2))
+        self.forwards += 1
+        pages = lists[self.shape.ratio]
+        columns = self.shape.columns(max(chunk.tokens for chunk in chunks))
+        want = {name: rows for chunk in chunks for name, rows in expected(self.shape, chunk).items()}
+        for layer in range(self.shape.layers):
+            assert self.pool.launch(pages.chunks, pages.table(layer, columns), pages.starts) == want
+        assert self.owners_are_a_permutation()
+
+    def owners_are_a_permutation(self) -> bool:
+        return np.array_equal(self.store.owners(self.shape.ratio), np.arange(1, self.store.pages(self.shape.ratio)))
+
+
+@settings(max_examples=40)
+@given(shapes(), st.lists(st.lists(LENGTHS, min_size=1, max_size=4), min_size=1, max_size=6), st.randoms())
+def test_any_chunking_of_any_mix_of_requests_reads_only_its_own_rows(
+    shape: TailShape, steps: list[list[int]], rng: random.Random
+) -> None:
+    driver = Driver(shape)
+    position: dict[RequestId, int] = {}
+    names = iter(range(1000))
+    live = [RequestId(f"r{next(names)}") for _ in range(4)]
+    for lengths in steps:
+        chunks = []
+        for request, tokens in zip(rng.sample(live, len(lengths)), lengths, strict=True):
+            start = position.get(request, 0)
+            chunks.append(RequestChunk(request, start, start + tokens))
+            position[request] = start + tokens
+        driver.forward(chunks)
+        if rng.random() < 0.3:  # a request ends, another takes its row and its pages
+            gone = rng.choice(live)
+            if gone in position:
+                driver.store.end(gone)
+                del position[gone]
+            live[live.index(gone)] = RequestId(f"r{next(names)}")
+
+
+@pytest.mark.parametrize("drafts", range(1, 10))
+@settings(max_examples=12)
+@given(data=st.data())
+def test_every_accept_length_of_every_draft_count_goes_on_from_a_whole_tail(drafts: int, data: st.DataObject) -> None:
+    shape = data.draw(shapes(drafts=st.just(drafts)))
+    prompt = data.draw(st.integers(1, 2 * shape.period + 5))
+    for accepted in range(drafts + 1):
+        driver = Driver(shape, max_num_seqs=1)
+        request = RequestId("r")
+        driver.forward([RequestChunk(request, 0, prompt)])
+        end = prompt + 1 + drafts
+        driver.forward([RequestChunk(request, prompt, end, drafts)])
+        position = end - drafts + accepted
+        for tokens in (1, shape.ratio, 2 * shape.ratio + 1):  # the rows behind the accepted ones are written anew
+            driver.forward([RequestChunk(request, position, position + tokens)])
+            position += tokens
+
+
+def test_a_store_sized_without_drafts_refuses_a_chunk_with_drafts() -> None:
+    driver = Driver(TailShape(4, True, 8, 1))
+    with pytest.raises(ValueError, match="tails are sized for 0"):
+        driver.forward([RequestChunk(RequestId("r"), 0, 5, drafts=1)])
+
+
+@pytest.mark.parametrize("start", [1, 99, 101])
+def test_a_start_where_the_tail_does_not_end_is_refused_and_changes_nothing(start: int) -> None:
+    driver = Driver(TailShape(4, True, 8, 2))
+    driver.forward([RequestChunk(RequestId("r"), 0, 100)])
+    before = driver.store.tail(RequestId("r"), 4)
+    with pytest.raises(UnknownPosition, match=r"\[100, 100\]"):
+        driver.store.plan(
+            [RequestChunk(RequestId("s"), 0, 5), RequestChunk(RequestId("r"), start, start + 5)], SlotIndex(0)
+        )
+    assert driver.store.row(RequestId("s")) is None
+    assert before[0] == driver.store.tail(RequestId("r"), 4)[0]
+    assert np.array_equal(before[1], driver.store.tail(RequestId("r"), 4)[1])
+
+
+def test_one_request_more_than_tails_is_refused_by_number() -> None:
+    driver = Driver(TailShape(4, True, 8, 1), max_num_seqs=2)
+    driver.forward([RequestChunk(RequestId("a"), 0, 5), RequestChunk(RequestId("b"), 0, 5)])
+    with pytest.raises(TailFull, match="1 new requests, 0 free of 2"):
+        driver.forward([RequestChunk(RequestId("c"), 0, 5)])
+
+
+def test_the_symbolic_operator_sees_a_tail_that_aliases_the_history() -> None:
+    """Negative control: reuse the history's page for the fresh tail, and the first window is wrong."""
+    shape = TailShape(4, True, 8, 1)
+    pool = SymbolicPool(shape)
+    request = RequestId("r")
+    first = RequestChunk(request, 0, 15)
+    pool.launch((first,), np.array([[0, 7]], np.int32), np.array([0], np.int32))
+    second = RequestChunk(request, 15, 23)
+    clean = pool.launch((second,), np.array([[0, 7, 8]], np.int32), np.array([15], np.int32))
+    assert clean == expected(shape, second)
+    pool.launch((first,), np.array([[0, 7]], np.int32), np.array([0], np.int32))
+    assert pool.launch((second,), np.array([[0, 7, 7]], np.int32), np.array([15], np.int32)) != expected(shape, second)

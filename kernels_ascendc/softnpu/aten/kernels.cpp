@@ -1,0 +1,365 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+//
+// The boxed kernels: one function runs every operator. See softaten.h for the plan.
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
+
+#include <atomic>
+#include <memory>
+#include <unordered_set>
+
+#include "softaten.h"
+
+namespace softaten {
+namespace {
+
+using c10::IValue;
+using c10::OperatorHandle;
+
+std::atomic<uint64_t> g_queued{0}, g_waiting{0};
+
+bool on_device(const at::Tensor& t) { return t.defined() && t.is_privateuseone(); }
+
+// Operators that take host tensors (indices) beside device tensors; for the rest that is a mistake of the caller.
+bool takes_host_tensors(const std::string& name) {
+  static const std::unordered_set<std::string> names{"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_",
+                                                     "aten::_unsafe_index", "aten::_unsafe_index_put"};
+  return names.count(name) != 0;
+}
+
+// Rebuilds a stack with every tensor, tensor list and device replaced.
+template <class TensorFn>
+IValue map_value(const IValue& value, c10::DeviceType device, const TensorFn& tensor) {
+  if (value.isTensor()) return tensor(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> mapped;
+    for (const at::Tensor& t : value.toTensorVector()) mapped.push_back(tensor(t));
+    return mapped;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> mapped;
+    for (const std::optional<at::Tensor>& t : value.toOptionalTensorVector())
+      mapped.push_back(t.has_value() ? std::optional<at::Tensor>(tensor(*t)) : std::nullopt);
+    return mapped;
+  }
+  if (value.isDevice() && value.toDevice().is_privateuseone()) return IValue(c10::Device(device));
+  return value;
+}
+
+struct Call {
+  const OperatorHandle& op;
+  const c10::FunctionSchema& schema;
+  std::string name;              // "aten::add"
+  std::string full_name;         // "aten::add.Tensor"
+  std::vector<IValue> arguments;
+  c10::Device device{c10::DeviceType::PrivateUse1, -1};
+
+  Call(const OperatorHandle& handle, Stack* stack)
+      : op(handle), schema(handle.schema()), name(schema.name()), full_name(c10::toString(handle.operator_name())) {
+    arguments = torch::jit::pop(*stack, schema.arguments().size());
+    check_devices();
+  }
+
+  template <class F>
+  void each_tensor(const F& f) const {
+    for (const IValue& value : arguments)
+      map_value(value, c10::DeviceType::CPU, [&](const at::Tensor& t) {
+        if (t.defined()) f(t);
+        return t;
+      });
+  }
+
+  void check_devices() {
+    each_tensor([&](const at::Tensor& t) {
+      if (!t.is_privateuseone()) return;
+      if (device.index() < 0) device = t.device();
+      TORCH_CHECK(t.device() == device, full_name, ": expected all tensors on the same device, found ", device, " and ", t.device());
+    });
+    if (device.index() < 0) {
+      for (const IValue& value : arguments)
+        if (value.isDevice() && value.toDevice().is_privateuseone()) device = value.toDevice();
+      if (device.index() < 0) device = c10::impl::VirtualGuardImpl(c10::DeviceType::PrivateUse1).getDevice();
+    }
+    each_tensor([&](const at::Tensor& t) {
+      TORCH_CHECK(t.is_privateuseone() || t.dim() == 0 || takes_host_tensors(name), full_name,
+                  ": expected all tensors on the same device, found ", device, " and ", t.device());
+    });
+  }
+
+  bool writes(size_t argument) const {
+    const auto* alias = schema.arguments()[argument].alias_info();
+    return alias != nullptr && alias->isWrite();
+  }
+  bool mutates() const {
+    for (size_t i = 0; i < arguments.size(); ++i)
+      if (writes(i)) return true;
+    return false;
+  }
+  bool has_out_argument() const {
+    for (size_t i = 0; i < arguments.size(); ++i)
+      if (writes(i) && schema.arguments()[i].is_out()) return true;
+    return false;
+  }
+  bool returns_tensors_only() const {
+    for (const auto& r : schema.returns()) {
+      const auto& type = *r.type();
+      if (type.kind() == c10::TypeKind::TensorType) continue;
+      if (type.kind() == c10::TypeKind::ListType && type.cast<c10::ListType>()->getElementType()->kind() == c10::TypeKind::TensorType)
+        continue;
+      return false;
+    }
+    return true;
+  }
+
+  // What a mutating operator returns: the arguments it wrote, in order.
+  void return_written(Stack* stack) const {
+    std::vector<IValue> written;
+    for (size_t i = 0; i < arguments.size(); ++i)
+      if (writes(i)) written.push_back(arguments[i]);
+    const size_t wanted = schema.returns().size();
+    TORCH_INTERNAL_ASSERT(wanted <= written.size(), full_name);
+    for (size_t i = 0; i < wanted; ++i) stack->push_back(written[i]);
+  }
+};
+
+// A CPU generator for one call, seeded by the device generator, whose offset moves on: torch.npu.manual_seed repeats a run.
+at::Generator cpu_generator(const Call& call, const IValue& given) {
+  at::Generator device_generator =
+      given.isNone() ? at::globalContext().defaultGenerator(call.device) : given.toGenerator();
+  if (device_generator.device().is_cpu()) return device_generator;
+  std::lock_guard<std::mutex> lock(device_generator.mutex());
+  const uint64_t offset = device_generator.get_offset();
+  device_generator.set_offset(offset + 4);
+  return at::make_generator<at::CPUGeneratorImpl>(device_generator.current_seed() ^ (offset * 0x9E3779B97F4A7C15ull));
+}
+
+Stack cpu_arguments(const Call& call, Aliases& aliases, bool snapshot_host_tensors) {
+  Stack mapped;
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
+    const IValue& value = call.arguments[i];
+    const auto& type = *call.schema.arguments()[i].type();
+    const bool generator = type.kind() == c10::TypeKind::GeneratorType ||
+                           (type.kind() == c10::TypeKind::OptionalType &&
+                            type.castRaw<c10::OptionalType>()->getElementType()->kind() == c10::TypeKind::GeneratorType);
+    if (generator) {
+      mapped.emplace_back(cpu_generator(call, value));
+      continue;
+    }
+    mapped.push_back(map_value(value, c10::DeviceType::CPU, [&](const at::Tensor& t) -> at::Tensor {
+      if (on_device(t)) return aliases.of(t);
+      // The caller may change a host tensor before the queued kernel reads it.
+      if (t.defined() && snapshot_host_tensors && !t.unsafeGetTensorImpl()->is_wrapped_number()) return t.clone();
+      return t;
+    }));
+  }
+  return mapped;
+}
+
+// Runs the meta kernel. False when there is none or it cannot tell: then the CPU kernel has the word.
+bool run_meta(const Call& call, Stack* results) {
+  if (call.op.hasTag(at::Tag::dynamic_output_shape) || call.op.hasTag(at::Tag::data_dependent_output)) return false;
+  try {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    std::unordered_map<const void*, at::Tensor> metas;
+    Stack arguments;
+    for (const IValue& value : call.arguments) {
+      if (value.isGenerator()) {
+        arguments.emplace_back();
+        continue;
+      }
+      arguments.push_back(map_value(value, c10::DeviceType::Meta, [&](const at::Tensor& t) -> at::Tensor {
+        if (!on_device(t)) return t;
+        auto& meta = metas[t.unsafeGetTensorImpl()];
+        if (!meta.defined()) meta = meta_of(t);
+        return meta;
+      }));
+    }
+    call.op.callBoxed(arguments);
+    *results = std::move(arguments);
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+at::Tensor allocate_like(const at::Tensor& t, c10::Device device) {
+  return at::empty_strided(t.sizes(), t.strides(), t.options().device(device));
+}
+
+// Writes a CPU result into the device result. The meta kernel promised the layout; a broken promise must not pass.
+void store(const std::string& op, const at::Tensor& target, const at::Tensor& value) {
+  TORCH_CHECK(value.defined() == target.defined(), op, ": the meta kernel and the CPU kernel disagree about an undefined result");
+  if (!value.defined()) return;
+  TORCH_CHECK(target.sizes() == value.sizes() && target.dtype() == value.dtype(), op, ": the meta kernel promised ", target.sizes(), " ",
+              target.dtype(), ", the CPU kernel gave ", value.sizes(), " ", value.dtype());
+  target.copy_(value);
+}
+
+std::vector<at::Tensor> flat_tensors(const Stack& values) {
+  std::vector<at::Tensor> flat;
+  for (const IValue& value : values) {
+    if (value.isTensor()) {
+      flat.push_back(value.toTensor());
+    } else {
+      for (const at::Tensor& t : value.toTensorVector()) flat.push_back(t);
+    }
+  }
+  return flat;
+}
+
+// Functional operators: results on the device now, their contents when the stream gets there.
+void queue_functional(const Call& call, const CurrentStream& stream, const Stack& metas, Stack* stack) {
+  Aliases aliases;
+  auto targets = std::make_shared<std::vector<at::Tensor>>();
+  for (const IValue& value : metas) {
+    stack->push_back(map_value(value, c10::DeviceType::PrivateUse1, [&](const at::Tensor& meta) -> at::Tensor {
+      if (!meta.defined()) {
+        targets->emplace_back();
+        return meta;
+      }
+      at::Tensor result = allocate_like(meta, call.device);
+      targets->push_back(aliases.of(result));
+      return result;
+    }));
+  }
+  auto arguments = std::make_shared<Stack>(cpu_arguments(call, aliases, true));
+  const OperatorHandle op = call.op;
+  stream.push([op, arguments, targets, name = call.full_name] {
+    c10::InferenceMode guard;
+    try {
+      Stack values = *arguments;
+      op.callBoxed(values);
+      const auto results = flat_tensors(values);
+      TORCH_CHECK(results.size() == targets->size(), "the meta kernel and the CPU kernel disagree about the number of results");
+      for (size_t i = 0; i < results.size(); ++i) store(name, (*targets)[i], results[i]);
+    } catch (const std::exception& e) {
+      TORCH_CHECK(false, name, ": ", e.what());
+    }
+  });
+}
+
+// Operators that write their arguments. Out arguments take the shape the meta kernel gave theirs.
+void queue_mutating(const Call& call, const CurrentStream& stream, const Stack& metas) {
+  if (call.has_out_argument()) {
+    std::vector<IValue> written;
+    for (size_t i = 0; i < call.arguments.size(); ++i)
+      if (call.writes(i)) written.push_back(call.arguments[i]);
+    const auto outs = flat_tensors(written);
+    const auto shapes = flat_tensors(metas);
+    for (size_t i = 0; i < std::min(outs.size(), shapes.size()); ++i)
+      if (outs[i].sizes() != shapes[i].sizes()) outs[i].resize_(shapes[i].sizes());
+  }
+  Aliases aliases;
+  auto arguments = std::make_shared<Stack>(cpu_arguments(call, aliases, true));
+  const OperatorHandle op = call.op;
+  stream.push([op, arguments, name = call.full_name] {
+    c10::InferenceMode guard;
+    try {
+      Stack values = *arguments;
+      op.callBoxed(values);
+    } catch (const std::exception& e) {
+      TORCH_CHECK(false, name, ": ", e.what());
+    }
+  });
+}
+
+// The last resort: wait for the stream, run in the caller, copy the results to the device.
+void run_now(const Call& call, const CurrentStream& stream, Stack* stack) {
+  TORCH_CHECK(!stream.capturing(), call.full_name, " cannot be captured: its result depends on data, or it has no meta kernel");
+  stream.synchronize(call.full_name);
+  Aliases aliases;
+  Stack values = cpu_arguments(call, aliases, false);
+  std::vector<std::pair<at::Tensor, at::Tensor>> outs;  // device tensor, CPU tensor that the kernel may resize
+  if (call.has_out_argument()) {
+    for (size_t i = 0; i < values.size(); ++i) {
+      if (!call.writes(i)) continue;
+      TORCH_CHECK(values[i].isTensor(), call.full_name, ": lists of out tensors are not supported on the software NPU");
+      const at::Tensor out = call.arguments[i].toTensor();
+      at::Tensor fresh = at::empty_strided(out.sizes(), out.strides(), out.options().device(c10::kCPU));
+      outs.emplace_back(out, fresh);
+      values[i] = fresh;
+    }
+  }
+  {
+    c10::InferenceMode guard;
+    call.op.callBoxed(values);
+  }
+  for (auto& [out, fresh] : outs) {
+    if (out.sizes() != fresh.sizes()) out.resize_(fresh.sizes());
+    c10::InferenceMode guard;
+    Aliases target;
+    target.of(out).copy_(fresh);
+  }
+  if (call.mutates()) return call.return_written(stack);
+  for (const IValue& value : values) {
+    stack->push_back(map_value(value, c10::DeviceType::PrivateUse1, [&](const at::Tensor& t) -> at::Tensor {
+      if (!t.defined()) return t;
+      at::Tensor result = allocate_like(t, call.device);
+      c10::InferenceMode guard;
+      Aliases target;
+      target.of(result).copy_(t);
+      return result;
+    }));
+  }
+}
+
+}  // namespace
+
+at::Tensor Aliases::of(const at::Tensor& t) {
+  at::Tensor& alias = tensors_[t.unsafeGetTensorImpl()];
+  if (alias.defined()) return alias;
+  const auto* impl = t.storage().unsafeGetStorageImpl();
+  auto found = storages_.find(impl);
+  if (found == storages_.end()) {
+    // Not owning: the caching allocator orders reuse by stream, as on the device.
+    c10::Storage view(c10::Storage::use_byte_size_t(), impl->nbytes(),
+                      c10::DataPtr(const_cast<void*>(impl->data()), c10::Device(c10::kCPU)), nullptr, false);
+    found = storages_.emplace(impl, std::move(view)).first;
+  }
+  alias = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(found->second), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
+  auto* made = alias.unsafeGetTensorImpl();
+  made->set_storage_offset(t.storage_offset());
+  made->set_sizes_and_strides(t.sizes(), t.strides());
+  if (t.unsafeGetTensorImpl()->is_wrapped_number()) made->set_wrapped_number(true);
+  return alias;
+}
+
+at::Tensor meta_of(const at::Tensor& t) {
+  at::Tensor meta = at::detail::empty_strided_meta(t.sizes(), t.strides(), t.scalar_type());
+  if (t.unsafeGetTensorImpl()->is_wrapped_number()) meta.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return meta;
+}
+
+void run_on_cpu(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  const Call call(op, stack);
+  const c10::DeviceGuard guard(call.device);
+  const CurrentStream stream(call.device.index());
+  Stack metas;
+  if (!call.returns_tensors_only() || !run_meta(call, &metas)) {
+    ++g_waiting;
+    return run_now(call, stream, stack);
+  }
+  ++g_queued;
+  if (call.mutates()) {
+    queue_mutating(call, stream, metas);
+    return call.return_written(stack);
+  }
+  queue_functional(call, stream, metas, stack);
+}
+
+void raise_by_name(const OperatorHandle& op, c10::DispatchKeySet, Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, c10::toString(op.operator_name()),
+                              " has no body on the software NPU: no CPU kernel stands in for this device operator. Register one for "
+                              "PrivateUse1 (kernels_ascendc/softnpu/ops shows how), or run it on the CPU.");
+}
+
+uint64_t queued_calls() { return g_queued; }
+uint64_t waiting_calls() { return g_waiting; }
+
+}  // namespace softaten

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+//
+// Problem: device memory is host memory here, but torch_npu's aten kernels are device operators that do not exist without
+// CANN. Way: every aten operator that has a CPU kernel is registered again for "npu" as one boxed function. It works out the
+// result's shape with the meta kernel, allocates the result on the device, and queues the CPU kernel, on CPU views of the
+// device memory, on the current stream: asynchronous, ordered with events, recorded by a graph capture, and without Python's
+// global lock. An operator whose result shape depends on data, or that has no meta kernel, waits for the stream first.
+// As on the device, queued work does not keep device tensors alive: torch's caching allocator reuses memory in stream order.
+// Not done: internal (NZ) formats, sparse and quantised tensors, device random number streams (results are seeded by the
+// device generator but drawn by the CPU generator).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <functional>
+#include <string>
+#include <unordered_map>
+
+namespace softaten {
+
+using torch::jit::Stack;
+
+// CPU views of device tensors. One instance serves one operator call, so that tensors that share a storage still do.
+class Aliases {
+ public:
+  at::Tensor of(const at::Tensor& device_tensor);
+
+ private:
+  std::unordered_map<const void*, at::Tensor> tensors_;
+  std::unordered_map<const void*, c10::Storage> storages_;
+};
+
+// A tensor on the meta device with the layout and dtype of `t`.
+at::Tensor meta_of(const at::Tensor& t);
+
+// The current stream of a device (launch.cpp).
+class CurrentStream {
+ public:
+  explicit CurrentStream(c10::DeviceIndex device);
+  void push(std::function<void()> task) const;
+  void synchronize(const std::string& why) const;  // raises with the text of a failed task, and inside a capture
+  bool capturing() const;
+  void* handle() const { return handle_; }
+  c10::Stream stream() const { return stream_; }
+
+ private:
+  c10::Stream stream_;
+  void* handle_;
+};
+
+// Boxed kernels (kernels.cpp).
+void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
+void raise_by_name(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
+uint64_t queued_calls();
+uint64_t waiting_calls();
+
+// aten::copy_ (copy.cpp).
+at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking);
+
+}  // namespace softaten

@@ -242,8 +242,8 @@ def _as_text(
     )
     request = (
         f"{geometry.name} on {options.stack}, block size {options.block_size}: {options.prompt_tokens:,} prompt "
-        f"tokens, {limits.max_num_batched_tokens:,} tokens a step, {limits.batches_in_flight} in flight, longest sequence "
-        f"{limits.max_model_len:,}"
+        f"tokens, {limits.max_num_batched_tokens:,} tokens a step, {limits.batches_in_flight} in flight, "
+        f"longest sequence {limits.max_model_len:,}"
     )
     reserved = (
         f"The plugin reserves {sizes.device_bytes:,} B: tails {sizes.tail_bytes:,} ({sizes.tail_bytes_per_request:,} a "

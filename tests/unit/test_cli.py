@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""The command line: the documented JSON, one-line errors with status 2, and a fast start."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from afd_dsv4.cli import main
+from afd_dsv4.geometry import DEFAULT_STACK, page_layout, preset
+from afd_dsv4.workspace.sizing import size_workspace
+
+PUBLISHED = {
+    "--model": "flash",
+    "--prompt-tokens": "63778",
+    "--max-num-batched-tokens": "65536",
+    "--block-size": "128",
+    "--free-blocks": "6958",
+}
+
+
+def arguments(**changes):
+    options = {**PUBLISHED, **{"--" + name.replace("_", "-"): value for name, value in changes.items()}}
+    return ["plan", *(part for name, value in options.items() if value is not None for part in (name, value))]
+
+
+def plan_json(capsys, **changes):
+    assert main([*arguments(**changes), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_published_request_answers_as_documented(capsys):
+    answer = plan_json(capsys)
+    native, plugin = answer["native"], answer["plugin"]
+    assert native["blocks_needed"] == 11094
+    assert native["by_group"] == {"c4_mla": 125, "c128_mla": 4, "swa": 998, "c4_state": 7973, "c128_state": 1994}
+    assert native["admitted"] is False
+    assert "11,094" in native["reason"]
+    assert plugin["blocks_needed"] == 1127
+    assert sum(plugin["by_group"].values()) == 1127
+    assert plugin["admitted"] is True
+    assert native["free_blocks"] == plugin["free_blocks"] == 6958
+
+
+def test_tails_and_slots_are_those_that_the_allocator_takes(capsys):
+    plugin = plan_json(capsys, max_num_seqs="128")["plugin"]
+    sizes = size_workspace(
+        preset("flash"), page_layout(DEFAULT_STACK, 128), max_num_seqs=128, max_num_batched_tokens=65536, slots=2
+    )
+    assert plugin["tail_bytes_per_request"] == sizes.tail_bytes_per_request
+    assert plugin["slot_bytes"] == sizes.slot_bytes
+    assert plugin["reserved_bytes"] == sizes.device_bytes
+
+
+@pytest.mark.parametrize("max_num_seqs", ["16", "128"])
+def test_with_an_hbm_budget_the_plugin_pays_for_what_it_reserves_and_still_starts(capsys, max_num_seqs):
+    gib = 6959 * 3249664 / 2**30
+    answer = plan_json(capsys, free_blocks=None, hbm_gib=repr(gib), max_num_seqs=max_num_seqs)
+    assert answer["native"]["free_blocks"] == 6958
+    left = 6959 * 3249664 - answer["plugin"]["reserved_bytes"]
+    assert answer["plugin"]["free_blocks"] == left // 3249664 - 1
+    assert answer["plugin"]["admitted"] is True
+    assert answer["native"]["admitted"] is False
+
+
+def test_without_a_memory_size_only_the_need_is_given(capsys):
+    answer = plan_json(capsys, free_blocks=None)
+    assert answer["native"]["blocks_needed"] == 11094
+    assert answer["native"]["admitted"] is None
+
+
+def test_async_scheduling_raises_the_cap(capsys):
+    assert plan_json(capsys, max_num_batched_tokens="32768")["native"]["blocks_needed"] == 5772
+    assert main([*arguments(max_num_batched_tokens="32768"), "--async-scheduling", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["native"]["blocks_needed"] == 11094
+
+
+def test_the_text_answer_shows_both_sides_and_the_reason(capsys):
+    assert main(arguments()) == 0
+    text = capsys.readouterr().out
+    for piece in ("c4_state", "7,973", "11,094", "1,127", "native: waits", "21 c4", "20 c128"):
+        assert piece in text
+
+
+def test_a_config_file_is_planned_like_its_preset(capsys, tmp_path):
+    flash = preset("flash")
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(
+            {
+                "hidden_size": 4096,
+                "num_hidden_layers": 43,
+                "num_nextn_predict_layers": 1,
+                "compress_ratios": [*flash.compress_ratios, 0],
+                "head_dim": 512,
+                "index_head_dim": 128,
+                "qk_rope_head_dim": 64,
+                "sliding_window": 128,
+                "max_position_embeddings": 1048576,
+            }
+        )
+    )
+    from_file, from_preset = plan_json(capsys, model=str(path)), plan_json(capsys)
+    assert from_file.pop("model") == "config.json"
+    assert from_preset.pop("model") == "flash"
+    assert from_file == from_preset
+
+
+FILES = {
+    "not_json.json": "{",
+    "a_list.json": "[1]",
+    "a_number.json": "7",
+    "empty.json": "",
+    "wrong_ratio.json": json.dumps({"num_hidden_layers": 1, "head_dim": 512, "compress_ratios": [3]}),
+    "v41.json": json.dumps({"num_hidden_layers": 1, "head_dim": 512, "qk_rope_head_dim": 64, "compress_ratios": [2]}),
+    "llama.json": json.dumps({"model_type": "llama"}),
+    "deep.json": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model": "mini"}, "cannot read 'mini'"),
+        ({"model": "."}, "is a directory"),
+        ({"model": "a\0b"}, "cannot read"),
+        *(({"model": name}, name) for name in ("not_json.json", "a_list.json", "a_number.json", "empty.json")),
+        ({"model": "deep.json"}, "is not JSON"),
+        ({"model": "wrong_ratio.json"}, "wrong_ratio.json"),
+        ({"model": "v41.json"}, "v41.json"),
+        ({"model": "llama.json"}, "only deepseek_v4"),
+        ({"model": "latin.json"}, "is not a text file"),
+        ({"block_size": "16"}, "choose one of 32, 64, 128"),
+        ({"block_size": "one"}, "'one' is not a whole number"),
+        ({"prompt_tokens": "1048577"}, "the longest sequence is 1048576"),
+        ({"prompt_tokens": "0"}, "not between 1"),
+        ({"prompt_tokens": "-3"}, "not between 1"),
+        ({"prompt_tokens": "9" * 60}, "not between 1"),
+        ({"max_num_batched_tokens": "0"}, "not between 1"),
+        ({"max_num_seqs": "0"}, "not between 1"),
+        ({"free_blocks": "-1"}, "not between 0"),
+        ({"free_blocks": None, "hbm_gib": "0.001"}, "HBM budget"),
+        ({"free_blocks": None, "hbm_gib": "0.1", "max_num_seqs": "128"}, "plugin side"),
+        ({"free_blocks": None, "hbm_gib": "-1"}, "not between 0"),
+        ({"free_blocks": None, "hbm_gib": "nan"}, "not between 0"),
+        ({"free_blocks": None, "hbm_gib": "much"}, "is not a number"),
+        ({"hbm_gib": "20"}, "not allowed with argument"),
+        ({"max_model_len": "2000000"}, "max-model-len"),
+        ({"stack": "vllm-ascend-1.0"}, "supported: vllm-ascend-0.23.0"),
+        ({"model": None}, "--model"),
+        ({"colour": "red"}, "unrecognized arguments: --colour red"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, changes, says):
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "latin.json").write_bytes(b"\xff{}")
+    assert main(arguments(**changes)) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("afd-dsv4: error: ")
+    assert output.err.count("\n") == 1
+    assert says in output.err
+
+
+@pytest.mark.parametrize("command", [[], ["plam"], ["evidence", "--tokens", "0"], ["evidence", "--device", "tpu"]])
+def test_a_wrong_command_is_one_line_and_status_2(capsys, command):
+    assert main(command) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_plan_runs_as_a_command_without_torch_and_vllm():
+    script = (
+        "import sys, afd_dsv4.cli as cli\n"
+        f"status = cli.main({arguments()!r})\n"
+        "heavy = {'torch', 'torch_npu', 'vllm', 'vllm_ascend', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else status)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_error_of_the_command_has_no_traceback():
+    done = subprocess.run(
+        [sys.executable, "-m", "afd_dsv4", *arguments(block_size="7")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""

@@ -14,6 +14,7 @@ BATCH = (20000, 9000, 3768)
 PUBLISHED = {"c4_mla": 125, "c128_mla": 4, "swa": 998, "c4_state": 7973, "c128_state": 1994}
 
 
+@pytest.mark.slow
 def test_the_whole_platform_and_the_stand_in_give_the_same_answers():
     # On the platform's route the worker also compares each spec of the model's own classes with the stand-in's.
     without_cann = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
@@ -28,6 +29,5 @@ def test_the_whole_platform_and_the_stand_in_give_the_same_answers():
 
 
 def test_a_worker_that_cannot_start_says_why():
-
     with SchedulerProcess(python="false") as process, pytest.raises(HarnessError, match="status 1"):
         process.route  # noqa: B018  waits for the worker

@@ -22,8 +22,8 @@ def test_each_mode_is_read_by_its_name(mode):
 
 def test_an_unknown_key_is_refused_with_the_known_ones():
     with pytest.raises(InputError) as caught:
-        from_mapping({"mdoe": "afd", "slots": 3})
-    assert "unknown 'mdoe'" in str(caught.value)
+        from_mapping({"made": "afd", "slots": 3})
+    assert "unknown 'made'" in str(caught.value)
     assert all(field.name in str(caught.value) for field in dataclasses.fields(Settings))
 
 

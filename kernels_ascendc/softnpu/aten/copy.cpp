@@ -47,8 +47,8 @@ void keep_pinned(const at::Tensor& host, const CurrentStream& stream) {
 void from_host(const at::Tensor& dst, const at::Tensor& src, bool non_blocking, const CurrentStream& stream) {
   if (!plain(dst, src)) {
     // Convert the dtype on the host, the layout on the device.
-    const at::Tensor dense = src.to(dst.scalar_type()).contiguous();
-    if (dst.is_contiguous()) return from_host(dst, dense, non_blocking && dense.is_same(src), stream);
+    const at::Tensor dense = src.to(dst.scalar_type()).resolve_conj().resolve_neg().contiguous();
+    if (dst.is_contiguous() && !dst.is_conj() && !dst.is_neg()) return from_host(dst, dense, non_blocking && dense.is_same(src), stream);
     at::Tensor staged = at::empty(dst.sizes(), dst.options().memory_format(c10::MemoryFormat::Contiguous));
     from_host(staged, dense, non_blocking && dense.is_same(src), stream);
     return convert_on_device(dst, staged, stream);

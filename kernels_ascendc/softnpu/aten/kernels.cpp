@@ -33,6 +33,20 @@ bool takes_host_tensors(const std::string& name) {
   return names.count(name) != 0;
 }
 
+// The CPU has the convolution under another name; schemas are equal.
+OperatorHandle cpu_equivalent(const OperatorHandle& op) {
+  if (op.schema().name() != "aten::convolution_overrideable") return op;
+  return c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", op.schema().overload_name().c_str());
+}
+
+// Operators whose meta kernel promises other shapes than the CPU kernel gives: they wait for the stream.
+bool meta_misleads(const std::string& name) {
+  static const std::unordered_set<std::string> names{"aten::native_batch_norm",           "aten::_native_batch_norm_legit",
+                                                     "aten::_batch_norm_with_update",     "aten::_embedding_bag",
+                                                     "aten::_embedding_bag_forward_only", "aten::_native_batch_norm_legit_no_training"};
+  return names.count(name) != 0;
+}
+
 // Rebuilds a stack with every tensor, tensor list and device replaced.
 template <class TensorFn>
 IValue map_value(const IValue& value, c10::DeviceType device, const TensorFn& tensor) {
@@ -53,7 +67,7 @@ IValue map_value(const IValue& value, c10::DeviceType device, const TensorFn& te
 }
 
 struct Call {
-  const OperatorHandle& op;
+  const OperatorHandle cpu_op;  // what the CPU and meta kernels are asked for; mostly the operator itself
   const c10::FunctionSchema& schema;
   std::string name;              // "aten::add"
   std::string full_name;         // "aten::add.Tensor"
@@ -61,7 +75,7 @@ struct Call {
   c10::Device device{c10::DeviceType::PrivateUse1, -1};
 
   Call(const OperatorHandle& handle, Stack* stack)
-      : op(handle), schema(handle.schema()), name(schema.name()), full_name(c10::toString(handle.operator_name())) {
+      : cpu_op(cpu_equivalent(handle)), schema(handle.schema()), name(schema.name()), full_name(c10::toString(handle.operator_name())) {
     arguments = torch::jit::pop(*stack, schema.arguments().size());
     check_devices();
   }
@@ -96,11 +110,6 @@ struct Call {
     const auto* alias = schema.arguments()[argument].alias_info();
     return alias != nullptr && alias->isWrite();
   }
-  bool mutates() const {
-    for (size_t i = 0; i < arguments.size(); ++i)
-      if (writes(i)) return true;
-    return false;
-  }
   bool has_out_argument() const {
     for (size_t i = 0; i < arguments.size(); ++i)
       if (writes(i) && schema.arguments()[i].is_out()) return true;
@@ -117,14 +126,15 @@ struct Call {
     return true;
   }
 
-  // What a mutating operator returns: the arguments it wrote, in order.
-  void return_written(Stack* stack) const {
-    std::vector<IValue> written;
-    for (size_t i = 0; i < arguments.size(); ++i)
-      if (writes(i)) written.push_back(arguments[i]);
-    const size_t wanted = schema.returns().size();
-    TORCH_INTERNAL_ASSERT(wanted <= written.size(), full_name);
-    for (size_t i = 0; i < wanted; ++i) stack->push_back(written[i]);
+  // The argument that return value `i` is, or -1 when it is a new tensor.
+  int returned_argument(size_t i) const {
+    const auto* returned = schema.returns()[i].alias_info();
+    if (returned == nullptr || !returned->isWrite()) return -1;
+    for (size_t j = 0; j < arguments.size(); ++j) {
+      const auto* written = schema.arguments()[j].alias_info();
+      if (written != nullptr && written->beforeSets() == returned->beforeSets()) return static_cast<int>(j);
+    }
+    TORCH_CHECK(false, full_name, ": its schema returns a written argument that it does not have");
   }
 };
 
@@ -163,7 +173,8 @@ Stack cpu_arguments(const Call& call, Aliases& aliases, bool snapshot_host_tenso
 
 // Runs the meta kernel. False when there is none or it cannot tell: then the CPU kernel has the word.
 bool run_meta(const Call& call, Stack* results) {
-  if (call.op.hasTag(at::Tag::dynamic_output_shape) || call.op.hasTag(at::Tag::data_dependent_output)) return false;
+  if (call.cpu_op.hasTag(at::Tag::dynamic_output_shape) || call.cpu_op.hasTag(at::Tag::data_dependent_output)) return false;
+  if (meta_misleads(call.name)) return false;
   try {
     at::AutoDispatchBelowADInplaceOrView guard;
     std::unordered_map<const void*, at::Tensor> metas;
@@ -180,7 +191,7 @@ bool run_meta(const Call& call, Stack* results) {
         return meta;
       }));
     }
-    call.op.callBoxed(arguments);
+    call.cpu_op.callBoxed(arguments);
     *results = std::move(arguments);
     return true;
   } catch (const std::exception&) {
@@ -193,10 +204,10 @@ at::Tensor allocate_like(const at::Tensor& t, c10::Device device) {
 }
 
 // Writes a CPU result into the device result. The meta kernel promised the layout; a broken promise must not pass.
-void store(const std::string& op, const at::Tensor& target, const at::Tensor& value) {
-  TORCH_CHECK(value.defined() == target.defined(), op, ": the meta kernel and the CPU kernel disagree about an undefined result");
+void store(const at::Tensor& target, const at::Tensor& value) {
+  TORCH_CHECK(value.defined() == target.defined(), "the meta kernel and the CPU kernel disagree about an undefined result");
   if (!value.defined()) return;
-  TORCH_CHECK(target.sizes() == value.sizes() && target.dtype() == value.dtype(), op, ": the meta kernel promised ", target.sizes(), " ",
+  TORCH_CHECK(target.sizes() == value.sizes() && target.dtype() == value.dtype(), "the meta kernel promised ", target.sizes(), " ",
               target.dtype(), ", the CPU kernel gave ", value.sizes(), " ", value.dtype());
   target.copy_(value);
 }
@@ -213,12 +224,23 @@ std::vector<at::Tensor> flat_tensors(const Stack& values) {
   return flat;
 }
 
-// Functional operators: results on the device now, their contents when the stream gets there.
-void queue_functional(const Call& call, const CurrentStream& stream, const Stack& metas, Stack* stack) {
+// New results are on the device now, and get their contents when the stream gets there; written arguments are returned. Out
+// arguments take the shape that the meta kernel gave theirs.
+void queue(const Call& call, const CurrentStream& stream, const Stack& metas, Stack* stack) {
   Aliases aliases;
-  auto targets = std::make_shared<std::vector<at::Tensor>>();
-  for (const IValue& value : metas) {
-    stack->push_back(map_value(value, c10::DeviceType::PrivateUse1, [&](const at::Tensor& meta) -> at::Tensor {
+  auto targets = std::make_shared<std::vector<at::Tensor>>();  // CPU views of the new results
+  auto sources = std::make_shared<std::vector<size_t>>();      // which return values the new results come from
+  for (size_t i = 0; i < metas.size(); ++i) {
+    const int argument = call.returned_argument(i);
+    if (argument >= 0) {
+      const IValue& written = call.arguments[argument];
+      if (written.isTensor() && call.schema.arguments()[argument].is_out() && written.toTensor().sizes() != metas[i].toTensor().sizes())
+        written.toTensor().resize_(metas[i].toTensor().sizes());
+      stack->push_back(written);
+      continue;
+    }
+    sources->push_back(i);
+    stack->push_back(map_value(metas[i], c10::DeviceType::PrivateUse1, [&](const at::Tensor& meta) -> at::Tensor {
       if (!meta.defined()) {
         targets->emplace_back();
         return meta;
@@ -229,40 +251,17 @@ void queue_functional(const Call& call, const CurrentStream& stream, const Stack
     }));
   }
   auto arguments = std::make_shared<Stack>(cpu_arguments(call, aliases, true));
-  const OperatorHandle op = call.op;
-  stream.push([op, arguments, targets, name = call.full_name] {
+  const OperatorHandle op = call.cpu_op;
+  stream.push([op, arguments, targets, sources, name = call.full_name] {
     c10::InferenceMode guard;
     try {
       Stack values = *arguments;
       op.callBoxed(values);
-      const auto results = flat_tensors(values);
+      Stack fresh;
+      for (size_t i : *sources) fresh.push_back(values[i]);
+      const auto results = flat_tensors(fresh);
       TORCH_CHECK(results.size() == targets->size(), "the meta kernel and the CPU kernel disagree about the number of results");
-      for (size_t i = 0; i < results.size(); ++i) store(name, (*targets)[i], results[i]);
-    } catch (const std::exception& e) {
-      TORCH_CHECK(false, name, ": ", e.what());
-    }
-  });
-}
-
-// Operators that write their arguments. Out arguments take the shape the meta kernel gave theirs.
-void queue_mutating(const Call& call, const CurrentStream& stream, const Stack& metas) {
-  if (call.has_out_argument()) {
-    std::vector<IValue> written;
-    for (size_t i = 0; i < call.arguments.size(); ++i)
-      if (call.writes(i)) written.push_back(call.arguments[i]);
-    const auto outs = flat_tensors(written);
-    const auto shapes = flat_tensors(metas);
-    for (size_t i = 0; i < std::min(outs.size(), shapes.size()); ++i)
-      if (outs[i].sizes() != shapes[i].sizes()) outs[i].resize_(shapes[i].sizes());
-  }
-  Aliases aliases;
-  auto arguments = std::make_shared<Stack>(cpu_arguments(call, aliases, true));
-  const OperatorHandle op = call.op;
-  stream.push([op, arguments, name = call.full_name] {
-    c10::InferenceMode guard;
-    try {
-      Stack values = *arguments;
-      op.callBoxed(values);
+      for (size_t i = 0; i < results.size(); ++i) store((*targets)[i], results[i]);
     } catch (const std::exception& e) {
       TORCH_CHECK(false, name, ": ", e.what());
     }
@@ -288,7 +287,7 @@ void run_now(const Call& call, const CurrentStream& stream, Stack* stack) {
   }
   {
     c10::InferenceMode guard;
-    call.op.callBoxed(values);
+    call.cpu_op.callBoxed(values);
   }
   for (auto& [out, fresh] : outs) {
     if (out.sizes() != fresh.sizes()) out.resize_(fresh.sizes());
@@ -296,9 +295,12 @@ void run_now(const Call& call, const CurrentStream& stream, Stack* stack) {
     Aliases target;
     target.of(out).copy_(fresh);
   }
-  if (call.mutates()) return call.return_written(stack);
-  for (const IValue& value : values) {
-    stack->push_back(map_value(value, c10::DeviceType::PrivateUse1, [&](const at::Tensor& t) -> at::Tensor {
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (const int argument = call.returned_argument(i); argument >= 0) {
+      stack->push_back(call.arguments[argument]);
+      continue;
+    }
+    stack->push_back(map_value(values[i], c10::DeviceType::PrivateUse1, [&](const at::Tensor& t) -> at::Tensor {
       if (!t.defined()) return t;
       at::Tensor result = allocate_like(t, call.device);
       c10::InferenceMode guard;
@@ -327,6 +329,8 @@ at::Tensor Aliases::of(const at::Tensor& t) {
   made->set_storage_offset(t.storage_offset());
   made->set_sizes_and_strides(t.sizes(), t.strides());
   if (t.unsafeGetTensorImpl()->is_wrapped_number()) made->set_wrapped_number(true);
+  if (t.is_conj()) made->_set_conj(true);
+  if (t.is_neg()) made->_set_neg(true);
   return alias;
 }
 
@@ -346,11 +350,7 @@ void run_on_cpu(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     return run_now(call, stream, stack);
   }
   ++g_queued;
-  if (call.mutates()) {
-    queue_mutating(call, stream, metas);
-    return call.return_written(stack);
-  }
-  queue_functional(call, stream, metas, stack);
+  queue(call, stream, metas, stack);
 }
 
 void raise_by_name(const OperatorHandle& op, c10::DispatchKeySet, Stack*) {

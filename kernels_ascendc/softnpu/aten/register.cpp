@@ -75,7 +75,7 @@ struct Registrar {
       ++raising;
       return;
     }
-    if (op.hasKernelForDispatchKey(DispatchKey::CPU)) {
+    if (op.hasKernelForDispatchKey(DispatchKey::CPU) || name == "aten::convolution_overrideable") {
       impl(op, DispatchKey::PrivateUse1, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
       if (own_autograd && op.hasKernelForDispatchKey(DispatchKey::Autograd))
         impl(op, DispatchKey::AutogradPrivateUse1, torch::CppFunction::makeFromBoxedFunction<&redirect<DispatchKey::Autograd>>());
@@ -93,6 +93,9 @@ struct Registrar {
       if (own_autograd && op.hasKernelForDispatchKey(DispatchKey::Autograd))
         impl(op, DispatchKey::AutogradPrivateUse1, torch::CppFunction::makeFromBoxedFunction<&redirect<DispatchKey::Autograd>>());
       ++composite;
+    } else if (op.hasComputedKernelForDispatchKey(DispatchKey::CPU)) {
+      impl(op, DispatchKey::PrivateUse1, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+      ++on_cpu;
     } else {
       impl(op, DispatchKey::PrivateUse1, torch::CppFunction::makeFromBoxedFunction<&raise_by_name>());
       ++raising;

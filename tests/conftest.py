@@ -80,7 +80,8 @@ def missing_device() -> str | None:
 
 def on_softnpu() -> bool:
     """Whether the launcher of the software NPU started this process."""
-    return bool(os.environ.get("AFD_DSV4_SOFTNPU"))
+    libraries = os.environ.get("AFD_DSV4_SOFTNPU_DIR")
+    return bool(libraries) and libraries in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
 
 
 REASONS = {"npu": missing_npu, "vllm_runtime": missing_stack, "device": missing_device}

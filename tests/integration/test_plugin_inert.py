@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.vllm_runtime
+pytestmark = [pytest.mark.vllm_runtime, pytest.mark.slow]
 
 PROBE = Path(__file__).with_name("inert_probe.py")
 

@@ -36,12 +36,12 @@ extern "C" {
 // int32; cu_seqlens [B + 1] int32; seqused absent; start_pos [B] int32 or absent (0); out [rows, D] of x's type;
 // rows = min(T, T / ratio + B).
 typedef struct SoftnpuCompressorArgs {
-    SoftnpuTensor x, wkv, wgate, state_cache, ape, norm_weight, rope_sin, rope_cos;
-    SoftnpuTensor state_block_table, cu_seqlens, seqused, start_pos, out;
-    int64_t rope_head_dim, cmp_ratio, coff, rotary_mode, cache_mode;
-    double norm_eps;
-    // Taken from the settings by softnpu_compressor_check, so that a queued launch keeps those it was made under.
-    int64_t saturate, cores, seed, threads;
+  SoftnpuTensor x, wkv, wgate, state_cache, ape, norm_weight, rope_sin, rope_cos;
+  SoftnpuTensor state_block_table, cu_seqlens, seqused, start_pos, out;
+  int64_t rope_head_dim, cmp_ratio, coff, rotary_mode, cache_mode;
+  double norm_eps;
+  // Taken from the settings by softnpu_compressor_check, so that a queued launch keeps those it was made under.
+  int64_t saturate, cores, seed, threads;
 } SoftnpuCompressorArgs;
 
 // Checks everything the host can see (binding and tiling of the stock operator, less what is waived) and fills the
@@ -57,6 +57,8 @@ int softnpu_project(const SoftnpuTensor* x, const SoftnpuTensor* weight, const S
 
 // Instruction set of the kernels in use: "avx512", "avx2" or "generic".
 const char* softnpu_isa(void);
+// For tests: use another one from now on. 0, or -1 where the processor or the build lacks it.
+int softnpu_select_isa(const char* name);
 
 #ifdef __cplusplus
 }

@@ -3,13 +3,18 @@
 
 #include "kernels.h"
 
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <vector>
+
 namespace softnpu {
 
-#define SOFTNPU_DECLARE(isa)                  \
-    namespace isa {                           \
-    extern const ProjectionKernel projection; \
-    extern const PoolKernel pooling;          \
-    }
+#define SOFTNPU_DECLARE(isa)                \
+  namespace isa {                           \
+  extern const ProjectionKernel projection; \
+  extern const PoolKernel pooling;          \
+  }
 
 SOFTNPU_DECLARE(generic)
 #if defined(__x86_64__)
@@ -19,54 +24,47 @@ SOFTNPU_DECLARE(avx512)
 
 namespace {
 
-enum class Isa { generic, avx2, avx512 };
+struct Isa {
+  const char* name;
+  bool available;
+  const ProjectionKernel* projection;
+  const PoolKernel* pooling;
+};
 
-Isa detect()
-{
+// Best first.
+const std::vector<Isa>& isas() {
+  static const std::vector<Isa> all = [] {
+    std::vector<Isa> list;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) return Isa::avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Isa::avx2;
+    const bool fma = __builtin_cpu_supports("fma"), avx2_works = fma && __builtin_cpu_supports("avx2");
+    const bool avx512_works = fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq");
+    list.push_back({"avx512", avx512_works, &avx512::projection, &avx512::pooling});
+    list.push_back({"avx2", avx2_works, &avx2::projection, &avx2::pooling});
 #endif
-    return Isa::generic;
+    list.push_back({"generic", true, &generic::projection, &generic::pooling});
+    return list;
+  }();
+  return all;
 }
 
-Isa isa()
-{
-    static const Isa found = detect();
-    return found;
+std::atomic<const Isa*>& chosen() {
+  static std::atomic<const Isa*> isa{
+      &*std::find_if(isas().begin(), isas().end(), [](const Isa& isa) { return isa.available; })};
+  return isa;
 }
 
 }  // namespace
 
-const ProjectionKernel& projection_kernel()
-{
-#if defined(__x86_64__)
-    if (isa() == Isa::avx512) return avx512::projection;
-    if (isa() == Isa::avx2) return avx2::projection;
-#endif
-    return generic::projection;
-}
+const ProjectionKernel& projection_kernel() { return *chosen().load()->projection; }
+const PoolKernel& pool_kernel() { return *chosen().load()->pooling; }
+const char* isa_name() { return chosen().load()->name; }
 
-const PoolKernel& pool_kernel()
-{
-#if defined(__x86_64__)
-    if (isa() == Isa::avx512) return avx512::pooling;
-    if (isa() == Isa::avx2) return avx2::pooling;
-#endif
-    return generic::pooling;
-}
-
-const char* isa_name()
-{
-    switch (isa()) {
-        case Isa::avx512:
-            return "avx512";
-        case Isa::avx2:
-            return "avx2";
-        default:
-            return "generic";
-    }
+bool select_isa(const char* name) {
+  for (const Isa& isa : isas()) {
+    if (isa.available && std::strcmp(isa.name, name) == 0) return chosen() = &isa, true;
+  }
+  return false;
 }
 
 }  // namespace softnpu

@@ -23,9 +23,9 @@ extern "C" {
 // [>= num_reqs_actual], kv_block_table [>= num_reqs_actual, columns], all int32; compress_cos, compress_sin
 // [rows, ..., dim] as rope_cos; slot_mapping int32, [rows] in format 1 (flat), [rows, 2] in format 2.
 typedef struct SoftnpuMetadataArgs {
-    SoftnpuTensor rope_cos, rope_sin, cu_seqlens, start_pos, kv_block_table;
-    SoftnpuTensor compress_cos, compress_sin, slot_mapping;
-    int64_t kv_block_size, slot_mapping_format, compress_ratio, num_reqs_actual;
+  SoftnpuTensor rope_cos, rope_sin, cu_seqlens, start_pos, kv_block_table;
+  SoftnpuTensor compress_cos, compress_sin, slot_mapping;
+  int64_t kv_block_size, slot_mapping_format, compress_ratio, num_reqs_actual;
 } SoftnpuMetadataArgs;
 
 int softnpu_metadata_check(const SoftnpuMetadataArgs* args);

@@ -25,118 +25,114 @@ namespace {
 constexpr int64_t kChunk = 64;  // columns a vector instruction of the device covers, and a block here
 constexpr int64_t kMaxRows = 256;
 
-inline float exp32(float x)
-{
-    constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453, kShift = 6755399441055744.0;  // 1.5*2^52
-    const double y = x < -110.0f ? -110.0 : (x > 110.0f ? 110.0 : static_cast<double>(x));
-    const double shifted = y * kLog2E + kShift;
-    const double r = y - (shifted - kShift) * kLn2;
-    double p = 1.0 / 362880.0;
-    p = p * r + 1.0 / 40320.0;
-    p = p * r + 1.0 / 5040.0;
-    p = p * r + 1.0 / 720.0;
-    p = p * r + 1.0 / 120.0;
-    p = p * r + 1.0 / 24.0;
-    p = p * r + 1.0 / 6.0;
-    p = p * r + 0.5;
-    p = p * r + 1.0;
-    p = p * r + 1.0;
-    int64_t bits;
-    std::memcpy(&bits, &shifted, sizeof(bits));
-    const uint64_t scale_bits = (static_cast<uint64_t>(bits) + 1023u) << 52;
-    double scale;
-    std::memcpy(&scale, &scale_bits, sizeof(scale));
-    return static_cast<float>(p * scale);
+inline float exp32(float x) {
+  constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453, kShift = 6755399441055744.0;  // 1.5*2^52
+  const double y = x < -110.0f ? -110.0 : (x > 110.0f ? 110.0 : static_cast<double>(x));
+  const double shifted = y * kLog2E + kShift;
+  const double r = y - (shifted - kShift) * kLn2;
+  double p = 1.0 / 362880.0;
+  p = p * r + 1.0 / 40320.0;
+  p = p * r + 1.0 / 5040.0;
+  p = p * r + 1.0 / 720.0;
+  p = p * r + 1.0 / 120.0;
+  p = p * r + 1.0 / 24.0;
+  p = p * r + 1.0 / 6.0;
+  p = p * r + 0.5;
+  p = p * r + 1.0;
+  p = p * r + 1.0;
+  int64_t bits;
+  std::memcpy(&bits, &shifted, sizeof(bits));
+  const uint64_t scale_bits = (static_cast<uint64_t>(bits) + 1023u) << 52;
+  double scale;
+  std::memcpy(&scale, &scale_bits, sizeof(scale));
+  return static_cast<float>(p * scale);
 }
 
 // The maximum of the device: a NaN on either side wins.
 inline float max_nan(float a, float b) { return (a > b || a != a) ? a : b; }
 
-void pool(const float* const* kv, const float* const* score, int64_t rows, int64_t columns, float* result)
-{
-    alignas(64) float weight[kMaxRows][kChunk];
-    alignas(64) float tree[kMaxRows / 2][kChunk];
-    for (int64_t base = 0; base < columns; base += kChunk) {
-        const int64_t width = columns - base < kChunk ? columns - base : kChunk;
-        for (int64_t i = 0; i < rows; ++i) {
-            for (int64_t k = 0; k < kChunk; ++k) weight[i][k] = -std::numeric_limits<float>::infinity();
-            if (score[i] != nullptr) std::memcpy(weight[i], score[i] + base, width * sizeof(float));
-        }
-        // Fold rows pairwise: into `tree` first, then inside it.
-        alignas(64) float top[kChunk], sum[kChunk];
-        for (int64_t half = rows / 2, first = 1; half >= 1; half /= 2, first = 0) {
-            for (int64_t i = 0; i < half; ++i) {
-                const float* low = first ? weight[i] : tree[i];
-                const float* high = first ? weight[i + half] : tree[i + half];
-                for (int64_t k = 0; k < kChunk; ++k) tree[i][k] = max_nan(low[k], high[k]);
-            }
-        }
-        std::memcpy(top, rows == 1 ? weight[0] : tree[0], sizeof(top));
-        for (int64_t i = 0; i < rows; ++i) {
-            for (int64_t k = 0; k < kChunk; ++k) weight[i][k] = exp32(weight[i][k] - top[k]);
-        }
-        for (int64_t half = rows / 2, first = 1; half >= 1; half /= 2, first = 0) {
-            for (int64_t i = 0; i < half; ++i) {
-                const float* low = first ? weight[i] : tree[i];
-                const float* high = first ? weight[i + half] : tree[i + half];
-                for (int64_t k = 0; k < kChunk; ++k) tree[i][k] = low[k] + high[k];
-            }
-        }
-        std::memcpy(sum, rows == 1 ? weight[0] : tree[0], sizeof(sum));
-        for (int64_t i = 0; i < rows; ++i) {
-            if (kv[i] == nullptr) {
-                for (int64_t k = 0; k < kChunk; ++k) weight[i][k] = 0.0f * (weight[i][k] / sum[k]);
-            } else if (width == kChunk) {
-                for (int64_t k = 0; k < kChunk; ++k) weight[i][k] = kv[i][base + k] * (weight[i][k] / sum[k]);
-            } else {
-                for (int64_t k = 0; k < width; ++k) weight[i][k] = kv[i][base + k] * (weight[i][k] / sum[k]);
-            }
-        }
-        for (int64_t half = rows / 2, first = 1; half >= 1; half /= 2, first = 0) {
-            for (int64_t i = 0; i < half; ++i) {
-                const float* low = first ? weight[i] : tree[i];
-                const float* high = first ? weight[i + half] : tree[i + half];
-                for (int64_t k = 0; k < kChunk; ++k) tree[i][k] = low[k] + high[k];
-            }
-        }
-        std::memcpy(result + base, rows == 1 ? weight[0] : tree[0], width * sizeof(float));
+void pool(const float* const* kv, const float* const* score, int64_t rows, int64_t columns, float* result) {
+  alignas(64) float weight[kMaxRows][kChunk];
+  alignas(64) float tree[kMaxRows / 2][kChunk];
+  for (int64_t base = 0; base < columns; base += kChunk) {
+    const int64_t width = columns - base < kChunk ? columns - base : kChunk;
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t k = 0; k < kChunk; ++k) weight[i][k] = -std::numeric_limits<float>::infinity();
+      if (score[i] != nullptr) std::memcpy(weight[i], score[i] + base, width * sizeof(float));
     }
+    // Fold rows pairwise: into `tree` first, then inside it.
+    alignas(64) float top[kChunk], sum[kChunk];
+    for (int64_t half = rows / 2, first = 1; half >= 1; half /= 2, first = 0) {
+      for (int64_t i = 0; i < half; ++i) {
+        const float* low = first ? weight[i] : tree[i];
+        const float* high = first ? weight[i + half] : tree[i + half];
+        for (int64_t k = 0; k < kChunk; ++k) tree[i][k] = max_nan(low[k], high[k]);
+      }
+    }
+    std::memcpy(top, rows == 1 ? weight[0] : tree[0], sizeof(top));
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t k = 0; k < kChunk; ++k) weight[i][k] = exp32(weight[i][k] - top[k]);
+    }
+    for (int64_t half = rows / 2, first = 1; half >= 1; half /= 2, first = 0) {
+      for (int64_t i = 0; i < half; ++i) {
+        const float* low = first ? weight[i] : tree[i];
+        const float* high = first ? weight[i + half] : tree[i + half];
+        for (int64_t k = 0; k < kChunk; ++k) tree[i][k] = low[k] + high[k];
+      }
+    }
+    std::memcpy(sum, rows == 1 ? weight[0] : tree[0], sizeof(sum));
+    for (int64_t i = 0; i < rows; ++i) {
+      if (kv[i] == nullptr) {
+        for (int64_t k = 0; k < kChunk; ++k) weight[i][k] = 0.0f * (weight[i][k] / sum[k]);
+      } else if (width == kChunk) {
+        for (int64_t k = 0; k < kChunk; ++k) weight[i][k] = kv[i][base + k] * (weight[i][k] / sum[k]);
+      } else {
+        for (int64_t k = 0; k < width; ++k) weight[i][k] = kv[i][base + k] * (weight[i][k] / sum[k]);
+      }
+    }
+    for (int64_t half = rows / 2, first = 1; half >= 1; half /= 2, first = 0) {
+      for (int64_t i = 0; i < half; ++i) {
+        const float* low = first ? weight[i] : tree[i];
+        const float* high = first ? weight[i + half] : tree[i + half];
+        for (int64_t k = 0; k < kChunk; ++k) tree[i][k] = low[k] + high[k];
+      }
+    }
+    std::memcpy(result + base, rows == 1 ? weight[0] : tree[0], width * sizeof(float));
+  }
 }
 
-float sum_of_squares(const float* row, int64_t columns)
-{
-    constexpr int64_t kMaxColumns = 4096;
-    alignas(64) float square[kMaxColumns];
-    for (int64_t i = 0; i < columns; ++i) square[i] = row[i] * row[i];
-    int64_t chunks = columns / kChunk;
-    const int64_t rest = columns % kChunk;
-    if (chunks > 0) {
-        for (int64_t i = 0; i < rest; ++i) square[i] += square[chunks * kChunk + i];
-    }
-    for (int64_t half = chunks / 2; half > 0; half = chunks / 2) {
-        chunks = (chunks + 1) / 2;
-        for (int64_t i = 0; i < half * kChunk; ++i) square[i] += square[chunks * kChunk + i];
-    }
-    int64_t lanes = columns < kChunk ? columns : kChunk;
-    for (int64_t i = lanes; i < kChunk; ++i) square[i] = 0.0f;  // lanes masked off by the device
-    for (lanes = kChunk; lanes > 1; lanes /= 2) {
-        for (int64_t i = 0; i < lanes / 2; ++i) square[i] = square[2 * i] + square[2 * i + 1];
-    }
-    return square[0];
+float sum_of_squares(const float* row, int64_t columns) {
+  constexpr int64_t kMaxColumns = 4096;
+  alignas(64) float square[kMaxColumns];
+  for (int64_t i = 0; i < columns; ++i) square[i] = row[i] * row[i];
+  int64_t chunks = columns / kChunk;
+  const int64_t rest = columns % kChunk;
+  if (chunks > 0) {
+    for (int64_t i = 0; i < rest; ++i) square[i] += square[chunks * kChunk + i];
+  }
+  for (int64_t half = chunks / 2; half > 0; half = chunks / 2) {
+    chunks = (chunks + 1) / 2;
+    for (int64_t i = 0; i < half * kChunk; ++i) square[i] += square[chunks * kChunk + i];
+  }
+  int64_t lanes = columns < kChunk ? columns : kChunk;
+  for (int64_t i = lanes; i < kChunk; ++i) square[i] = 0.0f;  // lanes masked off by the device
+  for (lanes = kChunk; lanes > 1; lanes /= 2) {
+    for (int64_t i = 0; i < lanes / 2; ++i) square[i] = square[2 * i] + square[2 * i + 1];
+  }
+  return square[0];
 }
 
 void norm_rope(float* row, const float* weight, const float* cos, const float* sin, int64_t columns,
-               int64_t rope_columns, float epsilon)
-{
-    const float reciprocal = static_cast<float>(1.0 / static_cast<double>(columns));
-    const float root = std::sqrt(sum_of_squares(row, columns) * reciprocal + epsilon);
-    for (int64_t i = 0; i < columns; ++i) row[i] = (row[i] / root) * weight[i];
-    float* tail = row + columns - rope_columns;
-    for (int64_t i = 0; i < rope_columns; i += 2) {
-        const float even = tail[i], odd = tail[i + 1];
-        tail[i] = even * cos[i] + (-odd) * sin[i];
-        tail[i + 1] = odd * cos[i + 1] + even * sin[i + 1];
-    }
+               int64_t rope_columns, float epsilon) {
+  const float reciprocal = static_cast<float>(1.0 / static_cast<double>(columns));
+  const float root = std::sqrt(sum_of_squares(row, columns) * reciprocal + epsilon);
+  for (int64_t i = 0; i < columns; ++i) row[i] = (row[i] / root) * weight[i];
+  float* tail = row + columns - rope_columns;
+  for (int64_t i = 0; i < rope_columns; i += 2) {
+    const float even = tail[i], odd = tail[i + 1];
+    tail[i] = even * cos[i] + (-odd) * sin[i];
+    tail[i + 1] = odd * cos[i + 1] + even * sin[i + 1];
+  }
 }
 
 }  // namespace

@@ -22,31 +22,30 @@ constexpr int kLanes = 4, kRows = 4, kVectors = 2;
 
 typedef float Vector __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
 
-void tile(const float* a, const float* b, float* c, int64_t stride, int64_t depth)
-{
-    Vector sum[kRows][kVectors];
+void tile(const float* a, const float* b, float* c, int64_t stride, int64_t depth) {
+  Vector sum[kRows][kVectors];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) sum[i][j] = *reinterpret_cast<Vector*>(c + i * stride + j * kLanes);
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    Vector column[kVectors];
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) column[j] = *reinterpret_cast<const Vector*>(b + j * kLanes);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
-        for (int j = 0; j < kVectors; ++j) sum[i][j] = *reinterpret_cast<Vector*>(c + i * stride + j * kLanes);
+      for (int j = 0; j < kVectors; ++j) sum[i][j] += a[i] * column[j];
     }
-    for (int64_t k = 0; k < depth; ++k) {
-        Vector column[kVectors];
-#pragma GCC unroll 4
-        for (int j = 0; j < kVectors; ++j) column[j] = *reinterpret_cast<const Vector*>(b + j * kLanes);
+    a += kRows;
+    b += kVectors * kLanes;
+  }
 #pragma GCC unroll 16
-        for (int i = 0; i < kRows; ++i) {
+  for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
-            for (int j = 0; j < kVectors; ++j) sum[i][j] += a[i] * column[j];
-        }
-        a += kRows;
-        b += kVectors * kLanes;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 4
-        for (int j = 0; j < kVectors; ++j) *reinterpret_cast<Vector*>(c + i * stride + j * kLanes) = sum[i][j];
-    }
+    for (int j = 0; j < kVectors; ++j) *reinterpret_cast<Vector*>(c + i * stride + j * kLanes) = sum[i][j];
+  }
 }
 
 }  // namespace

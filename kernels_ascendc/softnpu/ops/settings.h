@@ -51,17 +51,17 @@ namespace softnpu {
 enum class Waiver { hidden, head_dim, rope_head_dim, scenario, fp32, count_ };
 enum class Option { saturate, cores, seed, threads, count_ };
 enum class Stat {
-    launches,
-    rows_saved,
-    rows_unmapped,
-    rows_clobbered,
-    rows_read,
-    page0_reads,
-    rows_emitted,
-    rows_poisoned,
-    faults,
-    metadata_launches,
-    count_
+  launches,
+  rows_saved,
+  rows_unmapped,
+  rows_clobbered,
+  rows_read,
+  page0_reads,
+  rows_emitted,
+  rows_poisoned,
+  faults,
+  metadata_launches,
+  count_
 };
 
 bool waived(Waiver waiver);

@@ -41,8 +41,8 @@ class _Lists:
 
     def __init__(self, shape: TailShape, max_num_seqs: int, *, device: torch.device, pinned: bool) -> None:
         places = max_num_seqs * shape.list_ids
-        self.ids = torch.empty(shape.layers * places, dtype=torch.int32, device=device, pin_memory=pinned)
-        self.cells = torch.empty(places, dtype=torch.int64, device=device, pin_memory=pinned)
+        self.ids = torch.zeros(shape.layers * places, dtype=torch.int32, device=device, pin_memory=pinned)
+        self.cells = torch.zeros(places, dtype=torch.int64, device=device, pin_memory=pinned)
         self.starts = torch.zeros(max_num_seqs, dtype=torch.int32, device=device, pin_memory=pinned)
 
     @property

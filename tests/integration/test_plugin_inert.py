@@ -9,18 +9,17 @@ import subprocess
 import sys
 from functools import cache
 from importlib.metadata import entry_points
-from pathlib import Path
 
 import pytest
 
 pytestmark = [pytest.mark.vllm_runtime, pytest.mark.slow]
 
-PROBE = Path(__file__).with_name("inert_probe.py")
+PROBE = "afd_dsv4.evidence.isolation_probe"
 
 
 @cache
 def run_probe(stack):
-    return subprocess.run([sys.executable, str(PROBE), stack], capture_output=True, text=True, timeout=240)
+    return subprocess.run([sys.executable, "-m", PROBE, stack], capture_output=True, text=True, timeout=240)
 
 
 def probe(stack):

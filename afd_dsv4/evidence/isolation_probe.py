@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
-"""Run as a program by test_plugin_inert.py: does vLLM's own loader, loading the plugin, change any upstream object?
+"""Run as a program by isolation.py: does vLLM's own loader, loading the plugin, change any upstream object?
 
 It imports the upstream modules that an integration could touch, remembers every attribute of every loaded upstream
 module and class, lets vLLM load the plugin under each mode, and compares by identity. It prints one JSON object. A
@@ -46,6 +46,7 @@ Snapshot = dict[str, object]
 
 
 def is_upstream(name: str) -> bool:
+    """Whether a module belongs to a package that we must not change."""
     return name.split(".")[0] in UPSTREAM
 
 
@@ -71,6 +72,7 @@ def changes(before: Snapshot, after: Snapshot) -> list[str]:
 
 
 def main() -> None:
+    """Load, compare, print."""
     with_ascend = sys.argv[1] == "ascend"
     own = "afd_dsv4"
     # Everybody else's plugins first, so that what is left to see is ours.
@@ -117,7 +119,7 @@ def main() -> None:
 
     before = snapshot()
     native = KVCacheManager.allocate_slots
-    KVCacheManager.allocate_slots = lambda *args, **kwargs: native(*args, **kwargs)
+    setattr(KVCacheManager, "allocate_slots", lambda *args, **kwargs: native(*args, **kwargs))  # noqa: B010
     sys.modules["vllm.v1.core.kv_cache_utils"].get_kv_cache_groups = None  # type: ignore[attr-defined]
     result["planted"] = changes(before, snapshot())
     print(json.dumps(result))

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""Isolation: with the plugin loaded and off, is every upstream symbol still the identical object?
+
+The answer comes from `isolation_probe.py` in a process of its own, where nobody has patched anything before.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+PROBE = "afd_dsv4.evidence.isolation_probe"
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """What the probe found.
+
+    Attributes:
+        compared: upstream attributes compared by identity.
+        changed: names that hold another object after the plugin was loaded in mode off (or without a mode).
+        planted: names found after the probe patched upstream itself; empty would mean that it sees nothing.
+    """
+
+    compared: int
+    changed: tuple[str, ...]
+    planted: tuple[str, ...]
+
+
+def check() -> Isolation:
+    """Run the probe against the whole stack.
+
+    Raises:
+        RuntimeError: the probe did not answer.
+    """
+    done = subprocess.run([sys.executable, "-m", PROBE, "ascend"], capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RuntimeError(f"the isolation probe ended with status {done.returncode}: {last}")
+    found = json.loads(lines[-1])
+    changed = [*found["modes"]["None"]["changes"], *found["modes"]["off"]["changes"]]
+    return Isolation(found["compared"], tuple(sorted(set(changed))), tuple(found["planted"]))

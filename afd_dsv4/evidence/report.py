@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""What an evidence run writes: figures with their source, checks, verdicts, one table, one JSON file.
+
+A figure without a source is a claim, so there is no way to write one. A verdict is one of three, and what only a target
+stack can show is `not_shown_here` wherever the run was on the software NPU. The schema of the file is in
+docs/evidence.md.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from afd_dsv4.geometry import InputError
+
+SECTIONS = (
+    "stack",
+    "command",
+    "batch",
+    "admission",
+    "memory",
+    "parity",
+    "order",
+    "performance",
+    "isolation",
+    "verdicts",
+    "passed",
+)
+
+
+class Source(str, enum.Enum):
+    """Where a figure comes from."""
+
+    SOFTNPU = "softnpu"
+    CUDA = "cuda"
+    NPU = "npu"
+    MODEL = "model"  # arithmetic over a cost model
+    PLAN = "plan"  # arithmetic over the allocation plan, or the real scheduler's own account of it
+
+
+class Verdict(str, enum.Enum):
+    """What the run says about one point of the RFC."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    NOT_SHOWN_HERE = "not_shown_here"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One condition of the run, with what was expected and found, in words."""
+
+    name: str
+    passed: bool
+    expected: str
+    found: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the RFC (vllm-project/afd-plugin#292)."""
+
+    number: int
+    text: str
+    verdict: Verdict
+    because: str
+
+
+def figure(value: float | int, unit: str, source: Source) -> dict[str, Any]:
+    """A number as the file holds it."""
+    return {"value": value, "unit": unit, "source": source.value}
+
+
+def write(folder: Path, evidence: dict[str, Any]) -> Path:
+    """Write evidence.json whole or not at all.
+
+    Raises:
+        ValueError: a section is missing or unknown.
+        InputError: the folder cannot be written.
+    """
+    if tuple(evidence) != SECTIONS:
+        raise ValueError(f"evidence has sections {list(evidence)}, the schema has {list(SECTIONS)}")
+    path = folder / "evidence.json"
+    partial = folder / f".evidence.{os.getpid()}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(evidence, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise InputError("--out", f"{folder} cannot be written ({error.strerror})", "name another folder") from error
+    return path
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned: the first to the left, the others to the right. An empty row becomes a rule."""
+    full = [row for row in rows if row]
+    widths = [max(len(row[column]) for row in full) for column in range(max(map(len, full)))]
+    lines = []
+    for row in rows:
+        if not row:
+            lines.append("-" * (sum(widths) + 2 * (len(widths) - 1)))
+            continue
+        cells = [
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def size(value: float) -> str:
+    """Bytes for a person: 15.50 GiB, 46.9 MiB, 7.6 KiB."""
+    for unit, factor, digits in (("GiB", 1 << 30, 2), ("MiB", 1 << 20, 1), ("KiB", 1 << 10, 1)):
+        if value >= factor:
+            return f"{value / factor:,.{digits}f} {unit}"
+    return f"{value:,.0f} B"

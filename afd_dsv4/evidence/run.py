@@ -1,0 +1,604 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""The evidence run: the claim measured in one process, on an NPU where there is one, else on the software NPU.
+
+Admission by the real vLLM scheduler, execution of the batch that native cannot admit, rows and tokens compared, memory
+counted, and planted faults that must be found: each part is a module of its own; this one runs them in order, says what
+it does, and turns what they found into checks and verdicts. Exit status: 0 when everything passed, 1 when something
+failed, 2 for bad input. Nothing is claimed about speed or about Ascend hardware by a run on the software NPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes.util
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from afd_dsv4.compat.harness import SchedulerProcess, admission_evidence
+from afd_dsv4.compat.stack import installed
+from afd_dsv4.evidence import isolation
+from afd_dsv4.evidence.report import SECTIONS, Check, Point, Source, Verdict, figure, size, table, write
+from afd_dsv4.geometry import DEFAULT_STACK, InputError, ModelGeometry, PageLayout, page_layout, preset
+from afd_dsv4.softnpu import launcher, runtime
+from afd_dsv4.workspace.sizing import size_workspace
+
+if TYPE_CHECKING:
+    import torch
+
+    from afd_dsv4.evidence.rows import Comparison
+    from afd_dsv4.evidence.tokens import TokenReport
+
+BLOCK_SIZE = 128
+SLOTS = 2
+REDUCED_HIDDEN = 64
+SEED = 20261129
+MAX_DELAY_US = 300
+PUBLISHED_NEED = {"c4_mla": 125, "c128_mla": 4, "swa": 998, "c4_state": 7973, "c128_state": 1994}
+PUBLISHED_FREE = 6958
+PLUGIN_NEED_LIMIT = 1140
+STATE_LIMIT = 64 << 20  # tails, spares, staging and lists of the demonstration's requests
+NATIVE_PAYLOAD = 9 << 30  # least payload of native's state for 32,768 Flash tokens
+FULL_TOKENS = 32768
+SMALL_TOKENS = 4096  # load of the sabotaged launches
+
+RFC = {
+    1: "token parity with native",
+    2: "no contamination across requests or layers",
+    3: "device-event evidence that no slot is overwritten early",
+    4: "peak memory does not scale with the layer count",
+    5: "performance is not lost to synchronisation",
+    6: "non-AFD behaviour unchanged when off",
+    7: "a 32K batch is scheduled and executed on the target stack",
+}
+
+
+@dataclass
+class Run:
+    """State of one evidence run: where it runs, what it found so far."""
+
+    source: Source
+    device: torch.device
+    geometry: ModelGeometry
+    layout: PageLayout
+    tokens: int
+    evidence: dict[str, Any] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+    summary: list[Sequence[str]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def module(self) -> Any:
+        """torch.npu."""
+        import torch
+
+        return torch.get_device_module(self.device)
+
+    @contextmanager
+    def part(self, number: int, name: str) -> Iterator[None]:
+        """Say what is being done, and how long it took."""
+        started = time.perf_counter()
+        print(f"[{number}/7] {name} ...", flush=True)
+        yield
+        self.seconds[name] = time.perf_counter() - started
+        print(f"      {self.seconds[name]:.0f} s", flush=True)
+
+    def check(self, name: str, passed: bool, expected: str, found: str) -> bool:
+        """Note a condition; say at once when it does not hold."""
+        self.checks.append(Check(name, passed, expected, found))
+        if not passed:
+            print(f"      FAIL {name}: expected {expected}, found {found}", flush=True)
+        return passed
+
+    def holds(self, *prefixes: str) -> bool:
+        """Whether every check whose name starts like this passed; there must be one."""
+        mine = [check for check in self.checks if check.name.startswith(prefixes)]
+        return bool(mine) and all(check.passed for check in mine)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run `afd-dsv4 evidence`. See `cli.py` for the options."""
+    source = _source(options.device)
+    if source is Source.SOFTNPU and not runtime.is_active():
+        try:
+            libraries = launcher.library_dir()
+        except launcher.SoftnpuError as error:
+            raise InputError("the software NPU", "not built", str(error)) from error
+        command = [sys.executable, "-m", "afd_dsv4", *sys.argv[1:]]
+        os.execvpe(command[0], command, launcher.environment(os.environ, libraries))
+    # The child imports vLLM while we compress; it is asked last.
+    with SchedulerProcess() as scheduler:
+        return _run(options, source, scheduler)
+
+
+def _source(device: str) -> Source:
+    """Which device to use. A real ACL library on this machine means a real NPU."""
+    if runtime.is_active():
+        if device == "npu":
+            raise InputError("--device npu", "this process runs on the software NPU", "start it without the launcher")
+        return Source.SOFTNPU
+    real = ctypes.util.find_library("ascendcl") is not None or "ASCEND_TOOLKIT_HOME" in os.environ
+    if device == "npu" and not real:
+        raise InputError("--device npu", "no CANN runtime (libascendcl.so) on this machine", "use --device softnpu")
+    return Source.NPU if real and device != "softnpu" else Source.SOFTNPU
+
+
+def _run(options: argparse.Namespace, source: Source, scheduler: SchedulerProcess) -> int:
+    import torch
+    import torch_npu  # noqa: F401 - registers the device
+
+    started = time.perf_counter()
+    from afd_dsv4.evidence.rows import Batch
+
+    device = torch.device("npu")
+    if source is Source.SOFTNPU:
+        runtime.install()
+        runtime.set_schedule(SEED, MAX_DELAY_US)
+    run = Run(source, device, preset(options.model), page_layout(DEFAULT_STACK, BLOCK_SIZE), options.tokens)
+    try:
+        batch = Batch.of(options.tokens)
+    except ValueError as error:
+        raise InputError("--tokens", str(options.tokens), str(error)) from error
+    run.evidence.update(
+        stack={**installed().as_dict(), "device": source.value, "layout": DEFAULT_STACK, "block_size": BLOCK_SIZE},
+        command=["afd-dsv4", *sys.argv[1:]],
+        batch={
+            "tokens": batch.tokens,
+            "requests": [
+                {"name": chunk.request, "start": chunk.start, "end": chunk.end, "tokens": chunk.tokens}
+                for chunk in batch.chunks
+            ],
+            "layers": len({compressor.layer for compressor in run.geometry.compressors}),
+            "waived": [],
+        },
+    )
+    print(
+        f"afd-dsv4 evidence on {source.value}: {options.model}, {batch.tokens:,} tokens in {len(batch.chunks)} requests"
+    )
+    _rows(run)
+    _rows_at_full_hidden(run)
+    _controls(run)
+    _memory_scaling(run)
+    _tokens(run)
+    _admission(run, scheduler)
+    _isolation(run)
+    _performance(run, time.perf_counter() - started)
+    return _finish(run, options)
+
+
+def _waive(run: Run, name: str) -> None:
+    """Waive a limit of the operator, by name and in print. Only the software NPU can."""
+    import torch
+
+    if run.source is not Source.SOFTNPU:
+        raise InputError("--device npu", f"this part needs the operator limit {name} waived", "use --device softnpu")
+    torch.ops.softnpu.waive(name, True)
+    if name not in run.evidence["batch"]["waived"]:
+        run.evidence["batch"]["waived"].append(name)
+        print(f"      operator limit waived: {name}", flush=True)
+
+
+def _rows(run: Run) -> None:
+    """Item b: all layers, two uBatches, the cut at every phase and once behind the last token."""
+
+    from afd_dsv4.compressor.stock import StockRuntime
+    from afd_dsv4.evidence import rows
+
+    geometry = run.geometry
+    batch = rows.Batch.of(run.tokens)
+    if run.source is Source.SOFTNPU:
+        geometry = replace(geometry, hidden_size=REDUCED_HIDDEN)
+    seqs = len(batch.chunks)
+    with run.part(1, f"rows: {run.tokens:,} tokens through every layer, native and plugin"):
+        if run.source is Source.SOFTNPU:
+            _waive(run, "compressor.hidden")
+            print(f"      hidden size {REDUCED_HIDDEN} instead of {run.geometry.hidden_size}; state sizes full")
+        inputs = rows.make_inputs(geometry, batch, run.device, SEED)
+        phases: list[int | None] = [*rows.CUT_PHASES, None]
+        native, largest = rows.run_native(geometry, run.layout, batch, inputs, batch.cut_tokens(phases[0]))
+        run.module.synchronize()
+        before = run.module.memory_allocated()
+        run.module.reset_peak_memory_stats()
+        plugin = StockRuntime(
+            geometry,
+            run.layout,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=run.tokens,
+            device=run.device,
+            slots=SLOTS,
+        )
+        held = run.module.memory_allocated() - before
+        total = rows.Comparison()
+        parity = []
+        for phase in phases:
+            if run.source is not Source.SOFTNPU:
+                # Only the software NPU projects a row the same whatever its neighbours: elsewhere cut native alike.
+                native, largest = rows.run_native(geometry, run.layout, batch, inputs, batch.cut_tokens(phase))
+            result = rows.run_plugin(plugin, batch, inputs, batch.cut_tokens(phase))
+            compared = rows.compare(result.rows, native)
+            where = "second uBatch empty" if phase is None else f"cut at phase {phase}"
+            parity.append({"cut": where, "seconds": round(result.seconds, 2), **_comparison(compared, run.source)})
+            run.check(f"rows: {where}", compared.different == 0, "0 mismatched rows", _words(compared))
+            _add(total, compared)
+            peak = run.module.max_memory_allocated()
+            print(f"      {where}: {_words(compared)}, {result.seconds:.1f} s", flush=True)
+            del result
+        _memory(run, plugin, seqs, native_layer=largest, held=held, activations=peak - before - held)
+        run.evidence["parity"] = {"rows": parity, "rows_total": _comparison(total, run.source)}
+        counters = asdict(plugin.arena.counters)
+        run.evidence["order"] = {
+            name: figure(value, "count", run.source)
+            for name, value in {**counters, "host_waits": plugin.staging.host_waits}.items()
+        }
+        run.check("order: host waits", plugin.staging.host_waits == 0, "0", str(plugin.staging.host_waits))
+        run.summary += [
+            (f"rows compared, {len(phases)} cuts", "", f"{total.compressed + total.tail:,}", run.source.value),
+            ("rows that differ", "", f"{total.different:,}", run.source.value),
+        ]
+
+
+def _rows_at_full_hidden(run: Run) -> None:
+    """Item b: one C4 and one C128 layer with the model's own hidden size, no operator limit waived."""
+    from afd_dsv4.compressor.stock import StockRuntime
+    from afd_dsv4.evidence import rows
+
+    geometry = replace(run.geometry, name=f"{run.geometry.name}, two layers", num_layers=2, compress_ratios=(4, 128))
+    batch = rows.Batch.of(run.tokens)
+    with run.part(2, f"rows: one C4 and one C128 layer at hidden size {geometry.hidden_size}"):
+        if run.source is Source.SOFTNPU:
+            import torch
+
+            torch.ops.softnpu.waive("compressor.hidden", False)
+        geometry.check_stock_operator()
+        inputs = rows.make_inputs(geometry, batch, run.device, SEED + 1)
+        native, _ = rows.run_native(geometry, run.layout, batch, inputs, batch.cut_tokens(3))
+        plugin = StockRuntime(
+            geometry,
+            run.layout,
+            max_num_seqs=len(batch.chunks),
+            max_num_batched_tokens=run.tokens,
+            device=run.device,
+            slots=SLOTS,
+        )
+        compared = rows.compare(rows.run_plugin(plugin, batch, inputs, batch.cut_tokens(3)).rows, native)
+        run.evidence["parity"]["rows_full_hidden"] = _comparison(compared, run.source)
+        run.check("rows: full hidden size", compared.different == 0, "0 mismatched rows", _words(compared))
+        print(f"      {_words(compared)}", flush=True)
+
+
+def _controls(run: Run) -> None:
+    """Item e: the same load without touches, launches with each table rule broken, and the rule checker's mutants."""
+    from afd_dsv4.compressor.stock import StockRuntime
+    from afd_dsv4.evidence import controls, rows
+
+    geometry = replace(run.geometry, hidden_size=REDUCED_HIDDEN if run.source is Source.SOFTNPU else 1024)
+    with run.part(3, "planted faults: touches off, table rules broken"):
+        if run.source is Source.SOFTNPU:
+            _waive(run, "compressor.hidden")
+        batch = rows.Batch.of(run.tokens)
+        limits: dict[str, Any] = {"max_num_seqs": len(batch.chunks), "device": run.device, "slots": SLOTS}
+        inputs = rows.make_inputs(geometry, batch, run.device, SEED)
+        native, _ = rows.run_native(geometry, run.layout, batch, inputs, batch.cut_tokens(1))
+        unordered: list[dict[str, Any]] = []
+        for alternate in (False, True):
+            where = "layers alternating between the streams" if alternate else "a uBatch on each stream"
+            different = {}
+            for ordered in (True, False):
+                plugin = StockRuntime(
+                    geometry, run.layout, max_num_batched_tokens=run.tokens, ordered=ordered, **limits
+                )
+                result = rows.run_plugin(plugin, batch, inputs, batch.cut_tokens(1), alternate=alternate)
+                different[ordered] = rows.compare(result.rows, native).different
+                del result, plugin
+            run.check(f"order: touches on, {where}", different[True] == 0, "0 mismatched rows", f"{different[True]:,}")
+            run.check(f"order: touches off, {where}", different[False] > 0, "corrupt rows", f"{different[False]:,}")
+            unordered.append(
+                {
+                    "load": where,
+                    "mismatched_rows_touches_on": figure(different[True], "rows", run.source),
+                    "mismatched_rows_touches_off": figure(different[False], "rows", run.source),
+                }
+            )
+            print(
+                f"      {where}: {different[True]:,} rows differ with touches, {different[False]:,} without", flush=True
+            )
+        mutants = controls.check_mutants()
+        for mutant in mutants:
+            name = f"table rule {mutant.rule.name}: {mutant.mutant} (ratio {mutant.ratio})"
+            run.check(name, mutant.caught, "named by the checker", ", ".join(rule.name for rule in mutant.named))
+        broken = _sabotage(run)
+        run.evidence["order"]["negative_controls"] = {
+            "touches": unordered,
+            "table_rules": [
+                {"rule": mutant.rule.name, "mutant": mutant.mutant, "ratio": mutant.ratio, "caught": mutant.caught}
+                for mutant in mutants
+            ],
+            "launched_broken": broken,
+        }
+        caught = sum(mutant.caught for mutant in mutants)
+        print(f"      table rules broken on paper: {caught} of {len(mutants)} named", flush=True)
+        run.summary += [
+            (
+                "rows that differ, touches off",
+                "",
+                f"{unordered[0]['mismatched_rows_touches_off']['value']:,}",
+                run.source.value,
+            ),
+            ("broken table rules caught", "", f"{caught} of {len(mutants)}", "plan"),
+        ]
+
+
+def _sabotage(run: Run) -> list[dict[str, Any]]:
+    """Launch with the rules broken whose breach the operator turns into wrong rows, on a small load."""
+    from afd_dsv4.evidence import controls, rows
+
+    hidden = REDUCED_HIDDEN if run.source is Source.SOFTNPU else 1024
+    geometry = replace(run.geometry, num_layers=3, compress_ratios=(4, 128, 4), hidden_size=hidden)
+    batch = rows.Batch.of(min(SMALL_TOKENS, run.tokens))
+    inputs = rows.make_inputs(geometry, batch, run.device, SEED)
+    native, _ = rows.run_native(geometry, run.layout, batch, inputs, batch.cut_tokens(1))
+    found = []
+    for rule, sabotage in controls.SABOTAGES.items():
+        plugin = controls.SabotagedRuntime(
+            geometry,
+            run.layout,
+            max_num_seqs=len(batch.chunks),
+            max_num_batched_tokens=batch.tokens,
+            device=run.device,
+            slots=SLOTS,
+        )
+        plugin.sabotage = sabotage
+        compared = rows.compare(rows.run_plugin(plugin, batch, inputs, batch.cut_tokens(1)).rows, native)
+        run.check(f"launched with rule {rule.name} broken", compared.different > 0, "wrong rows", _words(compared))
+        found.append({"rule": rule.name, "sabotage": sabotage.__name__, **_comparison(compared, run.source)})
+        print(f"      launched with rule {rule.name} broken: {compared.different:,} rows differ", flush=True)
+    return found
+
+
+def _memory(run: Run, plugin: Any, seqs: int, *, native_layer: int, held: int, activations: int) -> None:
+    """Item d: what the runtime holds, by class, against the sizing expression, and what native would need."""
+    from afd_dsv4.evidence import memory
+
+    sizes = size_workspace(run.geometry, run.layout, max_num_seqs=seqs, max_num_batched_tokens=run.tokens, slots=SLOTS)
+    measured = memory.measure(plugin, SLOTS)
+    payload = run.tokens * sum(compressor.row_bytes for compressor in run.geometry.compressors)
+    bounded = measured["tails"] + measured["spares"] + measured["staging"] + measured["lists"]
+    expected = memory.planned(sizes)
+    run.check("memory: allocated as sized", measured == expected, str(expected), str(measured))
+    cells = sum(seqs * shape.columns(run.tokens) + 1 for shape in plugin.shapes.values()) * (SLOTS + 1)
+    run.check("memory: tables", measured["tables"] == 4 * cells, f"{4 * cells} B", f"{measured['tables']} B")
+    if run.tokens == FULL_TOKENS:
+        run.check("memory: native payload", payload >= NATIVE_PAYLOAD, f">= {size(NATIVE_PAYLOAD)}", size(payload))
+        run.check(
+            "memory: tails, spares, staging, lists", bounded <= STATE_LIMIT, f"<= {size(STATE_LIMIT)}", size(bounded)
+        )
+    run.evidence["memory"] = {
+        "native_state_payload": figure(payload, "bytes", Source.PLAN),
+        "native_largest_layer_allocated": figure(native_layer, "bytes", run.source),
+        **{f"plugin_{name}": figure(value, "bytes", run.source) for name, value in measured.items()},
+        "plugin_tails_spares_staging_lists": figure(bounded, "bytes", run.source),
+        "plugin_held_by_the_allocator": figure(held, "bytes", run.source),
+        "activations_peak": figure(activations, "bytes", run.source),
+        "device_peak": figure(_device_peak(run), "bytes", run.source),
+        "tail_bytes_per_request": figure(sizes.tail_bytes_per_request, "bytes", Source.PLAN),
+        "slot_bytes": figure(sizes.slot_bytes, "bytes", Source.PLAN),
+    }
+    run.summary += [
+        ("compressor state of the batch, payload", size(payload), size(bounded), f"plan, {run.source.value}"),
+        ("  tails", "", size(measured["tails"]), run.source.value),
+        ("  spares", "", size(measured["spares"]), run.source.value),
+        ("  lists and staging", "", size(measured["lists"] + measured["staging"]), run.source.value),
+        ("  state tables (apart)", "", size(measured["tables"]), run.source.value),
+    ]
+
+
+def _device_peak(run: Run) -> int:
+    return int(run.module.max_memory_allocated()) if run.source is Source.NPU else runtime.device_peak_bytes()
+
+
+def _memory_scaling(run: Run) -> None:
+    from afd_dsv4.evidence import memory
+
+    with run.part(4, "memory: runtimes with 1, 2, 4 times the layers and the chunk"):
+        scaled, wrong = memory.scale(
+            run.geometry, run.layout, run.device, max_num_seqs=4, tokens=run.tokens, slots=SLOTS
+        )
+        run.evidence["memory"]["scaling"] = [
+            {
+                "what": entry.what,
+                "scale": entry.scale,
+                **{
+                    name: figure(getattr(entry, name), "bytes", run.source)
+                    for name in ("tails", "spares", "staging", "lists", "tables")
+                },
+            }
+            for entry in scaled
+        ]
+        run.check("memory: scaling", not wrong, "spares and staging constant, tails constant in the chunk", str(wrong))
+
+
+def _tokens(run: Run) -> None:
+    """Item c: an independent model generates the same tokens with our compressors."""
+    from afd_dsv4.evidence.tokens import run_token_parity
+
+    with run.part(5, "tokens: transformers' DeepSeek-V4 with its compressors replaced"):
+        report: TokenReport = run_token_parity(device="npu", seed=SEED)
+        run.evidence["parity"]["tokens"] = {**asdict(report), "source": run.source.value}
+        compared = report.free_running
+        words = (
+            f"{compared.mismatches} of {compared.decided} decided positions differ; "
+            f"{compared.decided} of {report.generated_positions} are decided"
+        )
+        run.check(
+            "tokens", report.passed, "0 different tokens at >= 95 % of positions", "; ".join(report.failures) or words
+        )
+        print(f"      {words} ({100 * report.decided_share:.1f} %)", flush=True)
+        run.summary += [
+            (
+                "tokens compared (margin above rounding)",
+                "",
+                f"{compared.decided} of {report.generated_positions}",
+                run.source.value,
+            ),
+            ("tokens that differ", "", str(compared.mismatches), run.source.value),
+        ]
+
+
+def _admission(run: Run, scheduler: SchedulerProcess) -> None:
+    """Item a: what the real scheduler does, natively and with the plugin, from the same budget."""
+    with run.part(6, "admission: the real vLLM scheduler with vllm-ascend's KV groups"):
+        lengths = [entry["tokens"] for entry in run.evidence["batch"]["requests"]]
+        found = admission_evidence(scheduler, geometry=run.geometry, batch=lengths, block_size=BLOCK_SIZE, slots=SLOTS)
+        run.evidence["admission"] = {"source": Source.PLAN.value, "scenarios": found}
+        for row in found:
+            name = f"admission: {row['scenario']}, {row['max_num_seqs']} requests"
+            native, plugin = row["native"], row["plugin"]
+            waits = f"needs {native['blocks_needed']:,} of {native['free_blocks']:,}"
+            takes = f"needs {plugin['blocks_needed']:,} of {plugin['free_blocks']:,}"
+            if row["scenario"] != "packed_batch" or run.tokens == FULL_TOKENS:  # a smaller batch may well fit natively
+                run.check(f"{name}, native", not native["admitted"], "not admitted", waits)
+            run.check(f"{name}, plugin", plugin["admitted"], "admitted", takes)
+            if row["scenario"] == "published":
+                by_group, free = native["by_group"], native["free_blocks"]
+                run.check(
+                    f"{name}, figures",
+                    (by_group, free) == (PUBLISHED_NEED, PUBLISHED_FREE),
+                    f"{PUBLISHED_NEED} of {PUBLISHED_FREE}",
+                    f"{by_group} of {free}",
+                )
+                run.check(
+                    f"{name}, need",
+                    plugin["blocks_needed"] <= PLUGIN_NEED_LIMIT,
+                    f"<= {PLUGIN_NEED_LIMIT}",
+                    str(plugin["blocks_needed"]),
+                )
+            print(f"      {name[11:]}: native {waits}, plugin {takes}", flush=True)
+            text = f"{row['scenario'].replace('_', ' ')}, room for {row['max_num_seqs']} requests: blocks needed / free"
+            run.summary.append(
+                (
+                    text,
+                    f"{native['blocks_needed']:,} / {native['free_blocks']:,}",
+                    f"{plugin['blocks_needed']:,} / {plugin['free_blocks']:,}",
+                    "plan",
+                )
+            )
+            run.summary.append(
+                (
+                    "  admitted in the first step",
+                    *("yes" if side["admitted"] else "no" for side in (native, plugin)),
+                    "plan",
+                )
+            )
+        one = next(row for row in found if row["scenario"] == "one_32k_prompt")["native"]
+        blocks = one["by_group"]["c4_state"] + one["by_group"]["c128_state"]
+        allocated = blocks * one["block_bytes"]
+        run.evidence["memory"]["native_state_allocated_for_32768_tokens"] = figure(allocated, "bytes", Source.PLAN)
+        run.summary.append(("compressor state of 32,768 tokens, as allocated", size(allocated), "", "plan"))
+
+
+def _isolation(run: Run) -> None:
+    with run.part(7, "isolation: upstream symbols with the plugin loaded and off"):
+        found = isolation.check()
+        run.evidence["isolation"] = {
+            "symbols_compared": found.compared,
+            "changed": list(found.changed),
+            "planted_changes_seen": list(found.planted),
+        }
+        run.check("isolation: probe", bool(found.planted), "planted changes seen", f"{len(found.planted)} seen")
+        run.check(
+            "isolation",
+            found.compared > 0 and not found.changed,
+            "no upstream symbol changed",
+            f"{len(found.changed)} of {found.compared} changed",
+        )
+        print(f"      {len(found.changed)} of {found.compared:,} symbols changed", flush=True)
+
+
+def _performance(run: Run, seconds: float) -> None:
+    """What the run took. On the software NPU this says nothing about a device."""
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    run.evidence["performance"] = {
+        "device_time": "not_shown_here" if run.source is Source.SOFTNPU else "not measured by this release",
+        "evidence_seconds": figure(round(seconds, 1), "s", run.source),
+        "host_memory_peak": figure(memory, "bytes", run.source),
+        "parts_seconds": {name: round(value, 1) for name, value in run.seconds.items()},
+    }
+    run.summary.append(("evidence run", "", f"{seconds:.0f} s, {size(memory)}", run.source.value))
+
+
+def _points(run: Run) -> list[Point]:
+    """Verdicts on the RFC's points. What only a target stack can show is never passed on the software NPU."""
+
+    def judged(number: int, *prefixes: str, because: str) -> Point:
+        verdict = Verdict.PASS if run.holds(*prefixes) else Verdict.FAIL
+        return Point(number, RFC[number], verdict, because)
+
+    def elsewhere(number: int, *prefixes: str, because: str) -> Point:
+        verdict = Verdict.NOT_SHOWN_HERE if not prefixes or run.holds(*prefixes) else Verdict.FAIL
+        return Point(number, RFC[number], verdict, because)
+
+    where = run.source.value
+    return [
+        judged(1, "tokens", "rows", because=f"tokens of an independent model and all rows equal, on {where}"),
+        judged(2, "rows", "order", "launched", "table rule", because=f"rows equal, planted faults found, on {where}"),
+        elsewhere(3, "order", because=f"events order the reuse on {where}; no trace of a real device"),
+        judged(4, "memory", because=f"measured allocations at 1, 2 and 4 times the layers, on {where}"),
+        elsewhere(5, because="no timing of a device"),
+        judged(6, "isolation", because="plugin loaded and off: every upstream symbol is the identical object"),
+        elsewhere(
+            7, "admission", "rows", because=f"scheduled by the real scheduler, executed on {where}, not on Ascend"
+        ),
+    ]
+
+
+def _finish(run: Run, options: argparse.Namespace) -> int:
+    points = _points(run)
+    failed = [check for check in run.checks if not check.passed]
+    passed = not failed and all(point.verdict is not Verdict.FAIL for point in points)
+    run.evidence["verdicts"] = {
+        "points": [{**asdict(point), "verdict": point.verdict.value} for point in points],
+        "checks": [asdict(check) for check in run.checks],
+    }
+    run.evidence["passed"] = passed
+    path = write(options.out, {section: run.evidence[section] for section in SECTIONS})
+    print()
+    print(table([("", "native", "plugin", "source"), (), *run.summary]))
+    print()
+    print(
+        table(
+            [
+                ("RFC point (vllm-project/afd-plugin#292)", "verdict"),
+                (),
+                *((f"{point.number} {point.text}", point.verdict.value) for point in points),
+            ]
+        )
+    )
+    print()
+    print(f"{len(run.checks) - len(failed)} of {len(run.checks)} checks passed; written to {path}")
+    for check in failed:
+        print(f"FAIL {check.name}: expected {check.expected}, found {check.found}")
+    if run.source is Source.SOFTNPU:
+        print("Everything here ran on the software NPU (CPU threads). No one has run this on Ascend hardware yet.")
+    return 0 if passed else 1
+
+
+def _comparison(compared: Comparison, source: Source) -> dict[str, Any]:
+    return {name: figure(value, "rows", source) for name, value in asdict(compared).items()}
+
+
+def _add(total: Comparison, part: Comparison) -> None:
+    for name, value in asdict(part).items():
+        setattr(total, name, getattr(total, name) + value)
+
+
+def _words(compared: Comparison) -> str:
+    return (
+        f"{compared.compressed_different:,} of {compared.compressed:,} compressed rows and "
+        f"{compared.tail_different:,} of {compared.tail:,} tail rows differ"
+    )

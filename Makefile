@@ -8,8 +8,9 @@
 .PHONY: help setup demo test bench lint format clean clean-all
 
 BIN := .venv/bin
-# Runs a command on the software NPU.
-SOFTNPU := $(BIN)/python -m afd_dsv4.softnpu --
+# Where to run: softnpu (the default), or npu on a machine with CANN and a torch-npu that finds its device.
+DEVICE ?= softnpu
+ON_DEVICE = $(if $(filter npu,$(DEVICE)),,$(BIN)/python -m afd_dsv4.softnpu --)
 CXX_SOURCES = $(shell git ls-files '*.cpp' '*.h' '*.hpp' '*.cc')
 
 help: ## this list
@@ -18,14 +19,14 @@ help: ## this list
 setup: ## the exact test environment in .venv, and the software NPU in build/softnpu
 	@bash tests/environment/setup.sh
 
-demo: setup ## the claim, measured: the evidence run, on the software NPU where there is no real one
-	@$(BIN)/afd-dsv4 evidence --out build/evidence $(ARGS)
+demo: setup ## the claim, measured: the evidence run; ARGS go to `afd-dsv4 evidence`
+	@$(ON_DEVICE) $(BIN)/python -m afd_dsv4 evidence --device $(DEVICE) --out build/evidence $(ARGS)
 
-test: setup ## every test, on the software NPU; ARGS go to pytest
-	@AFD_DSV4_REQUIRE_NPU=1 $(SOFTNPU) $(BIN)/python -m pytest $(ARGS)
+test: setup ## every test; ARGS go to pytest
+	@AFD_DSV4_REQUIRE_NPU=1 $(ON_DEVICE) $(BIN)/python -m pytest $(ARGS)
 
 bench: setup ## benchmarks; ARGS go to pytest
-	@$(SOFTNPU) $(BIN)/python -m pytest benchmarks --benchmark-only $(ARGS)
+	@$(ON_DEVICE) $(BIN)/python -m pytest benchmarks --benchmark-only $(ARGS)
 
 lint: setup ## every static check
 	$(BIN)/ruff check .

@@ -18,12 +18,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from afd_dsv4.config import Mode
+
 #: Environment variable with the requested mode. A variable, because plugin functions run before vLLM has a
 #: configuration, and because some vllm-ascend versions refuse an unknown key in ``additional_config``.
 MODE_VARIABLE: Final = "AFD_DSV4_MODE"
 
-#: Every mode that has a meaning; the first is the default.
-MODES: Final = ("off", "afd", "colocated")
+#: Every mode that has a meaning.
+MODES: Final = tuple(mode.value for mode in Mode)
 
 
 @dataclass(frozen=True)

@@ -1,52 +1,296 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 //
-// Software HCCL: ranks exchange files in /dev/shm; every call is queued on the caller's software stream.
-#include "hccl/hccl.h"
-#include <atomic>
+// libhccl.so: collectives between processes of one host. Every message is a file in shared memory, written whole and renamed,
+// named by sender, receiver and a sequence number that is taken when the call is issued; the transfer itself is a task of the
+// caller's stream. Not done: topology, several hosts, waiting senders (a send is buffered; real HCCL may wait for the
+// receiver, so a deadlock of that kind does not show here).
+#include <acl/acl.h>
+#include <fcntl.h>
+#include <hccl/hccl.h>
+#include <sys/stat.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+#include <unistd.h>
+
+#include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <map>
-#include <memory>
 #include <random>
+#include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
-using half = c10::Half; using bfloat16_t = c10::BFloat16;
-#define API extern "C" __attribute__((visibility("default")))
-extern "C" void softnpu_push(void* s, void (*f)(void*), void* a, void (*d)(void*));
-static void push(aclrtStream s, std::function<void()> f) { softnpu_push(s, [](void* a) { (*(std::function<void()>*)a)(); }, new std::function<void()>(std::move(f)), [](void* a) { delete (std::function<void()>*)a; }); }
-struct Comm { std::string dir, name; uint32_t n, r; std::map<uint32_t, uint64_t> out, in; };
-static size_t esz(HcclDataType t) { switch (t) { case HCCL_DATA_TYPE_INT8: case HCCL_DATA_TYPE_UINT8: return 1; case HCCL_DATA_TYPE_INT16: case HCCL_DATA_TYPE_UINT16: case HCCL_DATA_TYPE_FP16: case HCCL_DATA_TYPE_BFP16: return 2; case HCCL_DATA_TYPE_INT64: case HCCL_DATA_TYPE_UINT64: case HCCL_DATA_TYPE_FP64: return 8; default: return 4; } }
-static void put(Comm* c, uint32_t to, uint64_t seq, const void* p, size_t n) { std::string f = c->dir + "/" + std::to_string(c->r) + "_" + std::to_string(to) + "_" + std::to_string(seq), t = f + ".t"; FILE* h = fopen(t.c_str(), "wb"); if (!h) { perror(t.c_str()); abort(); } fwrite(p, 1, n, h); fclose(h); rename(t.c_str(), f.c_str()); }
-static void get(Comm* c, uint32_t from, uint64_t seq, void* p, size_t n) { std::string f = c->dir + "/" + std::to_string(from) + "_" + std::to_string(c->r) + "_" + std::to_string(seq); FILE* h; while (!(h = fopen(f.c_str(), "rb"))) usleep(50); size_t k = fread(p, 1, n, h); fclose(h); unlink(f.c_str()); if (k != n) { fprintf(stderr, "softhccl: got %zu bytes, wanted %zu\n", k, n); abort(); } }
-template <class T> static void acc(void* d, const void* s, size_t n, HcclReduceOp op) { T* a = (T*)d; const T* b = (const T*)s; for (size_t i = 0; i < n; i++) a[i] = op == HCCL_REDUCE_SUM ? T(a[i] + b[i]) : op == HCCL_REDUCE_PROD ? T(a[i] * b[i]) : op == HCCL_REDUCE_MAX ? (b[i] > a[i] ? b[i] : a[i]) : (b[i] < a[i] ? b[i] : a[i]); }
-static void red(void* d, const void* s, size_t n, HcclDataType t, HcclReduceOp op) { switch (t) { case HCCL_DATA_TYPE_FP32: return acc<float>(d, s, n, op); case HCCL_DATA_TYPE_FP64: return acc<double>(d, s, n, op); case HCCL_DATA_TYPE_FP16: return acc<half>(d, s, n, op); case HCCL_DATA_TYPE_BFP16: return acc<bfloat16_t>(d, s, n, op); case HCCL_DATA_TYPE_INT8: return acc<int8_t>(d, s, n, op); case HCCL_DATA_TYPE_UINT8: return acc<uint8_t>(d, s, n, op); case HCCL_DATA_TYPE_INT16: return acc<int16_t>(d, s, n, op); case HCCL_DATA_TYPE_INT32: return acc<int32_t>(d, s, n, op); case HCCL_DATA_TYPE_INT64: return acc<int64_t>(d, s, n, op); default: abort(); } }
-struct Plan { std::vector<std::pair<uint32_t, uint64_t>> s, r; };  // sequence numbers are taken in issue order, on the caller's thread
-static uint64_t so(Comm* c, uint32_t p) { return c->out[p]++; } static uint64_t si(Comm* c, uint32_t p) { return c->in[p]++; }
-API HcclResult HcclGetRootInfo(HcclRootInfo* r) { std::random_device d; memset(r, 0, sizeof *r); snprintf(r->internal, 64, "softhccl_%08x%08x", d(), d()); return HCCL_SUCCESS; }
-API HcclResult HcclCommInitRootInfo(uint32_t n, const HcclRootInfo* root, uint32_t rank, HcclComm* comm) { auto c = new Comm; c->n = n; c->r = rank; c->name = root->internal; c->dir = std::string("/dev/shm/") + root->internal; mkdir(c->dir.c_str(), 0700); *comm = c; return HCCL_SUCCESS; }
-API HcclResult HcclCommInitRootInfoConfig(uint32_t n, const HcclRootInfo* root, uint32_t rank, const HcclCommConfig*, HcclComm* comm) { return HcclCommInitRootInfo(n, root, rank, comm); }
-API HcclResult HcclCommDestroy(HcclComm c) { auto p = (Comm*)c; if (p->r == 0) rmdir(p->dir.c_str()); return HCCL_SUCCESS; }
-API HcclResult HcclGetCommName(HcclComm c, char* n) { strcpy(n, ((Comm*)c)->name.c_str()); return HCCL_SUCCESS; }
-API HcclResult HcclGetCommAsyncError(HcclComm, HcclResult* e) { *e = HCCL_SUCCESS; return HCCL_SUCCESS; }
-API HcclResult HcclGetRankSize(HcclComm c, uint32_t* n) { *n = ((Comm*)c)->n; return HCCL_SUCCESS; }
-API HcclResult HcclGetRankId(HcclComm c, uint32_t* r) { *r = ((Comm*)c)->r; return HCCL_SUCCESS; }
-API const char* HcclGetErrorString(HcclResult) { return "softhccl"; }
-API HcclResult HcclSend(void* b, uint64_t n, HcclDataType t, uint32_t to, HcclComm cc, aclrtStream s) { auto c = (Comm*)cc; auto q = so(c, to); push(s, [=] { put(c, to, q, b, n * esz(t)); }); return HCCL_SUCCESS; }
-API HcclResult HcclRecv(void* b, uint64_t n, HcclDataType t, uint32_t from, HcclComm cc, aclrtStream s) { auto c = (Comm*)cc; auto q = si(c, from); push(s, [=] { get(c, from, q, b, n * esz(t)); }); return HCCL_SUCCESS; }
-static Plan all(Comm* c) { Plan p; for (uint32_t i = 0; i < c->n; i++) if (i != c->r) { p.s.push_back({i, so(c, i)}); p.r.push_back({i, si(c, i)}); } return p; }
-API HcclResult HcclAllReduce(void* i, void* o, uint64_t n, HcclDataType t, HcclReduceOp op, HcclComm cc, aclrtStream s) { auto c = (Comm*)cc; auto p = all(c); push(s, [=] { size_t z = n * esz(t); std::vector<std::vector<char>> in(c->n); for (auto& x : p.s) put(c, x.first, x.second, i, z); in[c->r].assign((char*)i, (char*)i + z); for (auto& x : p.r) { in[x.first].resize(z); get(c, x.first, x.second, in[x.first].data(), z); } memcpy(o, in[0].data(), z); for (uint32_t k = 1; k < c->n; k++) red(o, in[k].data(), n, t, op); }); return HCCL_SUCCESS; }
-API HcclResult HcclAllGather(void* i, void* o, uint64_t n, HcclDataType t, HcclComm cc, aclrtStream s) { auto c = (Comm*)cc; auto p = all(c); push(s, [=] { size_t z = n * esz(t); for (auto& x : p.s) put(c, x.first, x.second, i, z); memmove((char*)o + c->r * z, i, z); for (auto& x : p.r) get(c, x.first, x.second, (char*)o + x.first * z, z); }); return HCCL_SUCCESS; }
-API HcclResult HcclReduceScatter(void* i, void* o, uint64_t n, HcclDataType t, HcclReduceOp op, HcclComm cc, aclrtStream s) { auto c = (Comm*)cc; auto p = all(c); push(s, [=] { size_t z = n * esz(t); for (auto& x : p.s) put(c, x.first, x.second, (char*)i + x.first * z, z); std::vector<std::vector<char>> in(c->n); in[c->r].assign((char*)i + c->r * z, (char*)i + (c->r + 1) * z); for (auto& x : p.r) { in[x.first].resize(z); get(c, x.first, x.second, in[x.first].data(), z); } memcpy(o, in[0].data(), z); for (uint32_t k = 1; k < c->n; k++) red(o, in[k].data(), n, t, op); }); return HCCL_SUCCESS; }
-API HcclResult HcclBroadcast(void* b, uint64_t n, HcclDataType t, uint32_t root, HcclComm cc, aclrtStream s) { auto c = (Comm*)cc; size_t z = n * esz(t); if (c->r == root) { std::vector<std::pair<uint32_t, uint64_t>> v; for (uint32_t i = 0; i < c->n; i++) if (i != root) v.push_back({i, so(c, i)}); push(s, [=] { for (auto& x : v) put(c, x.first, x.second, b, z); }); } else { auto q = si(c, root); push(s, [=] { get(c, root, q, b, z); }); } return HCCL_SUCCESS; }
-API HcclResult HcclAlltoAllV(const void* sb, const void* sc, const void* sd, HcclDataType st, const void* rb, const void* rc, const void* rd, HcclDataType rt, HcclComm cc, aclrtStream s) { auto c = (Comm*)cc; auto p = all(c); auto v = [&](const void* x) { return std::vector<uint64_t>((const uint64_t*)x, (const uint64_t*)x + c->n); }; auto a = v(sc), b = v(sd), d = v(rc), e = v(rd); push(s, [=] { size_t z = esz(st), y = esz(rt); for (auto& x : p.s) put(c, x.first, x.second, (const char*)sb + b[x.first] * z, a[x.first] * z); memmove((char*)rb + e[c->r] * y, (const char*)sb + b[c->r] * z, a[c->r] * z); for (auto& x : p.r) get(c, x.first, x.second, (char*)rb + e[x.first] * y, d[x.first] * y); }); return HCCL_SUCCESS; }
-API HcclResult HcclAlltoAll(const void* sb, uint64_t n, HcclDataType st, const void* rb, uint64_t m, HcclDataType rt, HcclComm cc, aclrtStream s) { auto c = (Comm*)cc; std::vector<uint64_t> k(c->n, n), d(c->n), l(c->n, m), e(c->n); for (uint32_t i = 0; i < c->n; i++) { d[i] = i * n; e[i] = i * m; } return HcclAlltoAllV(sb, k.data(), d.data(), st, rb, l.data(), e.data(), rt, cc, s); }
-API HcclResult HcclBarrier(HcclComm cc, aclrtStream s) { static float x, y; return HcclAllReduce(&x, &y, 1, HCCL_DATA_TYPE_FP32, HCCL_REDUCE_SUM, cc, s); }
-API HcclResult HcclBatchSendRecv(HcclSendRecvItem* it, uint32_t n, HcclComm cc, aclrtStream s) { for (uint32_t k = 0; k < n; k++) if (it[k].sendRecvType == HCCL_SEND) HcclSend(it[k].buf, it[k].count, it[k].dataType, it[k].remoteRank, cc, s); for (uint32_t k = 0; k < n; k++) if (it[k].sendRecvType != HCCL_SEND) HcclRecv(it[k].buf, it[k].count, it[k].dataType, it[k].remoteRank, cc, s); return HCCL_SUCCESS; }
+
+#include "softnpu.h"
+
+#define SOFTNPU_API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+struct Message {
+  uint32_t peer;
+  uint64_t sequence;
+};
+
+// One rank's end of a communicator.
+struct Communicator {
+  std::string name, folder;
+  uint32_t size = 0, rank = 0;
+  std::map<uint32_t, uint64_t> sent, received;
+
+  Message to(uint32_t peer) { return {peer, sent[peer]++}; }
+  Message from(uint32_t peer) { return {peer, received[peer]++}; }
+  std::vector<Message> to_all() {
+    std::vector<Message> all;
+    for (uint32_t peer = 0; peer < size; ++peer)
+      if (peer != rank) all.push_back(to(peer));
+    return all;
+  }
+  std::vector<Message> from_all() {
+    std::vector<Message> all;
+    for (uint32_t peer = 0; peer < size; ++peer)
+      if (peer != rank) all.push_back(from(peer));
+    return all;
+  }
+  std::string file(uint32_t source, uint32_t target, uint64_t sequence) const {
+    return folder + "/" + std::to_string(source) + "_" + std::to_string(target) + "_" + std::to_string(sequence);
+  }
+
+  void put(const Message& m, const void* data, size_t bytes) const {
+    const std::string target = file(rank, m.peer, m.sequence), partial = target + ".part";
+    FILE* out = std::fopen(partial.c_str(), "wb");
+    const bool written = out != nullptr && std::fwrite(data, 1, bytes, out) == bytes;
+    if (out != nullptr && std::fclose(out) != 0) throw std::runtime_error("HCCL: cannot write " + partial);
+    if (!written || std::rename(partial.c_str(), target.c_str()) != 0) throw std::runtime_error("HCCL: cannot write " + target);
+  }
+  void get(const Message& m, void* data, size_t bytes) const {
+    const std::string source = file(m.peer, rank, m.sequence);
+    FILE* in = nullptr;
+    while ((in = std::fopen(source.c_str(), "rb")) == nullptr) {
+      if (softnpu_exiting()) throw std::runtime_error("HCCL: the process ended while rank " + std::to_string(rank) + " waited for rank " + std::to_string(m.peer));
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    const size_t found = std::fread(data, 1, bytes, in);
+    const bool longer = std::fgetc(in) != EOF;
+    std::fclose(in);
+    unlink(source.c_str());
+    if (found != bytes || longer)
+      throw std::runtime_error("HCCL: rank " + std::to_string(rank) + " expected " + std::to_string(bytes) + " bytes from rank " +
+                               std::to_string(m.peer) + " and got " + (longer ? "more" : std::to_string(found)));
+  }
+};
+
+Communicator* communicator(HcclComm handle) { return static_cast<Communicator*>(handle); }
+
+HcclResult queue(aclrtStream stream, std::function<void()> transfer) {
+  softnpu_push(
+      stream, [](void* f) { (*static_cast<std::function<void()>*>(f))(); }, new std::function<void()>(std::move(transfer)),
+      [](void* f) { delete static_cast<std::function<void()>*>(f); });
+  return HCCL_SUCCESS;
+}
+
+size_t size_of(HcclDataType type) {
+  switch (type) {
+    case HCCL_DATA_TYPE_INT8:
+    case HCCL_DATA_TYPE_UINT8: return 1;
+    case HCCL_DATA_TYPE_INT16:
+    case HCCL_DATA_TYPE_UINT16:
+    case HCCL_DATA_TYPE_FP16:
+    case HCCL_DATA_TYPE_BFP16: return 2;
+    case HCCL_DATA_TYPE_INT32:
+    case HCCL_DATA_TYPE_UINT32:
+    case HCCL_DATA_TYPE_FP32: return 4;
+    case HCCL_DATA_TYPE_INT64:
+    case HCCL_DATA_TYPE_UINT64:
+    case HCCL_DATA_TYPE_FP64: return 8;
+    default: throw std::runtime_error("HCCL: data type " + std::to_string(type) + " is not supported on the software NPU");
+  }
+}
+
+template <class T>
+void reduce_as(void* into, const void* from, size_t count, HcclReduceOp op) {
+  auto* a = static_cast<T*>(into);
+  const auto* b = static_cast<const T*>(from);
+  for (size_t i = 0; i < count; ++i) {
+    switch (op) {
+      case HCCL_REDUCE_SUM: a[i] = static_cast<T>(a[i] + b[i]); break;
+      case HCCL_REDUCE_PROD: a[i] = static_cast<T>(a[i] * b[i]); break;
+      case HCCL_REDUCE_MAX: a[i] = b[i] > a[i] ? b[i] : a[i]; break;
+      default: a[i] = b[i] < a[i] ? b[i] : a[i]; break;
+    }
+  }
+}
+
+void reduce(void* into, const void* from, size_t count, HcclDataType type, HcclReduceOp op) {
+  switch (type) {
+    case HCCL_DATA_TYPE_FP32: return reduce_as<float>(into, from, count, op);
+    case HCCL_DATA_TYPE_FP64: return reduce_as<double>(into, from, count, op);
+    case HCCL_DATA_TYPE_FP16: return reduce_as<c10::Half>(into, from, count, op);
+    case HCCL_DATA_TYPE_BFP16: return reduce_as<c10::BFloat16>(into, from, count, op);
+    case HCCL_DATA_TYPE_INT8: return reduce_as<int8_t>(into, from, count, op);
+    case HCCL_DATA_TYPE_UINT8: return reduce_as<uint8_t>(into, from, count, op);
+    case HCCL_DATA_TYPE_INT16: return reduce_as<int16_t>(into, from, count, op);
+    case HCCL_DATA_TYPE_INT32: return reduce_as<int32_t>(into, from, count, op);
+    case HCCL_DATA_TYPE_INT64: return reduce_as<int64_t>(into, from, count, op);
+    default: throw std::runtime_error("HCCL: data type " + std::to_string(type) + " cannot be reduced on the software NPU");
+  }
+}
+
+// Every rank reduces in rank order, so that all ranks get the same bits.
+void gather_and_reduce(const Communicator& c, const std::vector<Message>& messages, const void* own, void* out, size_t count,
+                       HcclDataType type, HcclReduceOp op) {
+  const size_t bytes = count * size_of(type);
+  std::vector<std::vector<char>> parts(c.size);
+  parts[c.rank].assign(static_cast<const char*>(own), static_cast<const char*>(own) + bytes);
+  for (const Message& m : messages) {
+    parts[m.peer].resize(bytes);
+    c.get(m, parts[m.peer].data(), bytes);
+  }
+  for (uint32_t rank = 1; rank < c.size; ++rank) reduce(parts[0].data(), parts[rank].data(), count, type, op);
+  std::memcpy(out, parts[0].data(), bytes);
+}
+
+const char* offset_by(const void* base, size_t offset) { return static_cast<const char*>(base) + offset; }
+char* offset_by(void* base, size_t offset) { return static_cast<char*>(base) + offset; }
+
+}  // namespace
+
+SOFTNPU_API HcclResult HcclGetRootInfo(HcclRootInfo* info) {
+  std::random_device random;
+  std::memset(info, 0, sizeof *info);
+  std::snprintf(info->internal, 64, "softnpu_hccl_%08x%08x", random(), random());
+  return HCCL_SUCCESS;
+}
+SOFTNPU_API HcclResult HcclCommInitRootInfo(uint32_t size, const HcclRootInfo* info, uint32_t rank, HcclComm* out) {
+  auto* c = new Communicator;
+  c->size = size;
+  c->rank = rank;
+  c->name = info->internal;
+  c->folder = "/dev/shm/" + c->name;
+  mkdir(c->folder.c_str(), 0700);  // every rank tries, one succeeds
+  *out = c;
+  return HCCL_SUCCESS;
+}
+SOFTNPU_API HcclResult HcclCommInitRootInfoConfig(uint32_t size, const HcclRootInfo* info, uint32_t rank, const HcclCommConfig*,
+                                                  HcclComm* out) {
+  return HcclCommInitRootInfo(size, info, rank, out);
+}
+SOFTNPU_API HcclResult HcclCommDestroy(HcclComm handle) {
+  // Queued transfers may still use the communicator, so it is never freed; the last rank to leave removes the folder.
+  rmdir(communicator(handle)->folder.c_str());
+  return HCCL_SUCCESS;
+}
+SOFTNPU_API HcclResult HcclGetCommName(HcclComm handle, char* name) {
+  std::strcpy(name, communicator(handle)->name.c_str());
+  return HCCL_SUCCESS;
+}
+SOFTNPU_API HcclResult HcclGetCommAsyncError(HcclComm, HcclResult* error) {
+  *error = HCCL_SUCCESS;
+  return HCCL_SUCCESS;
+}
+SOFTNPU_API HcclResult HcclGetRankSize(HcclComm handle, uint32_t* size) {
+  *size = communicator(handle)->size;
+  return HCCL_SUCCESS;
+}
+SOFTNPU_API HcclResult HcclGetRankId(HcclComm handle, uint32_t* rank) {
+  *rank = communicator(handle)->rank;
+  return HCCL_SUCCESS;
+}
+SOFTNPU_API const char* HcclGetErrorString(HcclResult) { return "an error of the software HCCL"; }
+
+SOFTNPU_API HcclResult HcclSend(void* data, uint64_t count, HcclDataType type, uint32_t peer, HcclComm handle, aclrtStream stream) {
+  auto* c = communicator(handle);
+  const Message m = c->to(peer);
+  return queue(stream, [=] { c->put(m, data, count * size_of(type)); });
+}
+SOFTNPU_API HcclResult HcclRecv(void* data, uint64_t count, HcclDataType type, uint32_t peer, HcclComm handle, aclrtStream stream) {
+  auto* c = communicator(handle);
+  const Message m = c->from(peer);
+  return queue(stream, [=] { c->get(m, data, count * size_of(type)); });
+}
+SOFTNPU_API HcclResult HcclBatchSendRecv(HcclSendRecvItem* items, uint32_t count, HcclComm handle, aclrtStream stream) {
+  for (uint32_t i = 0; i < count; ++i)
+    if (items[i].sendRecvType == HCCL_SEND)
+      HcclSend(items[i].buf, items[i].count, items[i].dataType, items[i].remoteRank, handle, stream);
+  for (uint32_t i = 0; i < count; ++i)
+    if (items[i].sendRecvType != HCCL_SEND)
+      HcclRecv(items[i].buf, items[i].count, items[i].dataType, items[i].remoteRank, handle, stream);
+  return HCCL_SUCCESS;
+}
+SOFTNPU_API HcclResult HcclAllReduce(void* in, void* out, uint64_t count, HcclDataType type, HcclReduceOp op, HcclComm handle,
+                                     aclrtStream stream) {
+  auto* c = communicator(handle);
+  const auto sends = c->to_all(), receives = c->from_all();
+  return queue(stream, [=] {
+    for (const Message& m : sends) c->put(m, in, count * size_of(type));
+    gather_and_reduce(*c, receives, in, out, count, type, op);
+  });
+}
+SOFTNPU_API HcclResult HcclReduceScatter(void* in, void* out, uint64_t count, HcclDataType type, HcclReduceOp op, HcclComm handle,
+                                         aclrtStream stream) {
+  auto* c = communicator(handle);
+  const auto sends = c->to_all(), receives = c->from_all();
+  return queue(stream, [=] {
+    const size_t bytes = count * size_of(type);
+    for (const Message& m : sends) c->put(m, offset_by(in, m.peer * bytes), bytes);
+    gather_and_reduce(*c, receives, offset_by(in, c->rank * bytes), out, count, type, op);
+  });
+}
+SOFTNPU_API HcclResult HcclAllGather(void* in, void* out, uint64_t count, HcclDataType type, HcclComm handle, aclrtStream stream) {
+  auto* c = communicator(handle);
+  const auto sends = c->to_all(), receives = c->from_all();
+  return queue(stream, [=] {
+    const size_t bytes = count * size_of(type);
+    for (const Message& m : sends) c->put(m, in, bytes);
+    std::memmove(offset_by(out, c->rank * bytes), in, bytes);
+    for (const Message& m : receives) c->get(m, offset_by(out, m.peer * bytes), bytes);
+  });
+}
+SOFTNPU_API HcclResult HcclBroadcast(void* data, uint64_t count, HcclDataType type, uint32_t root, HcclComm handle, aclrtStream stream) {
+  auto* c = communicator(handle);
+  if (c->rank == root) {
+    const auto sends = c->to_all();
+    return queue(stream, [=] {
+      for (const Message& m : sends) c->put(m, data, count * size_of(type));
+    });
+  }
+  const Message m = c->from(root);
+  return queue(stream, [=] { c->get(m, data, count * size_of(type)); });
+}
+SOFTNPU_API HcclResult HcclAlltoAllV(const void* in, const void* in_counts, const void* in_offsets, HcclDataType in_type, const void* out,
+                                     const void* out_counts, const void* out_offsets, HcclDataType out_type, HcclComm handle,
+                                     aclrtStream stream) {
+  auto* c = communicator(handle);
+  const auto list = [&](const void* p) { return std::vector<uint64_t>(static_cast<const uint64_t*>(p), static_cast<const uint64_t*>(p) + c->size); };
+  const auto sends = c->to_all(), receives = c->from_all();
+  auto* target = const_cast<void*>(out);  // HCCL declares its output const
+  return queue(stream, [=, send_counts = list(in_counts), send_offsets = list(in_offsets), receive_counts = list(out_counts),
+                        receive_offsets = list(out_offsets)] {
+    const size_t from = size_of(in_type), to = size_of(out_type);
+    for (const Message& m : sends) c->put(m, offset_by(in, send_offsets[m.peer] * from), send_counts[m.peer] * from);
+    std::memmove(offset_by(target, receive_offsets[c->rank] * to), offset_by(in, send_offsets[c->rank] * from), send_counts[c->rank] * from);
+    for (const Message& m : receives) c->get(m, offset_by(target, receive_offsets[m.peer] * to), receive_counts[m.peer] * to);
+  });
+}
+SOFTNPU_API HcclResult HcclAlltoAll(const void* in, uint64_t send_count, HcclDataType in_type, const void* out, uint64_t receive_count,
+                                    HcclDataType out_type, HcclComm handle, aclrtStream stream) {
+  const uint32_t size = communicator(handle)->size;
+  std::vector<uint64_t> sends(size, send_count), receives(size, receive_count), in_offsets(size), out_offsets(size);
+  for (uint32_t i = 0; i < size; ++i) {
+    in_offsets[i] = i * send_count;
+    out_offsets[i] = i * receive_count;
+  }
+  return HcclAlltoAllV(in, sends.data(), in_offsets.data(), in_type, out, receives.data(), out_offsets.data(), out_type, handle, stream);
+}
+SOFTNPU_API HcclResult HcclBarrier(HcclComm handle, aclrtStream stream) {
+  auto* c = communicator(handle);
+  const auto sends = c->to_all(), receives = c->from_all();
+  return queue(stream, [=] {
+    char token = 0;
+    for (const Message& m : sends) c->put(m, &token, 1);
+    for (const Message& m : receives) c->get(m, &token, 1);
+  });
+}

@@ -39,6 +39,9 @@ uint64_t softnpu_delay_injected_us(void);
 // Records an error of the calling stream's device, as a failing task does. For fault injection in tests.
 void softnpu_inject_error(int32_t device, const char* message);
 
+// Not 0 once the process is exiting: a task that waits for something must give up then.
+int softnpu_exiting(void);
+
 #ifdef __cplusplus
 }
 #endif

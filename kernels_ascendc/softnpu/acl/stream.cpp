@@ -267,5 +267,6 @@ SOFTNPU_API void softnpu_push(void* stream, void (*fn)(void*), void* arg, void (
   });
   stream_of(stream)->push([fn, owner] { fn(owner.get()); });
 }
+SOFTNPU_API int softnpu_exiting() { return exiting() ? 1 : 0; }
 SOFTNPU_API uint64_t softnpu_tasks_run() { return g_tasks_run; }
 SOFTNPU_API uint64_t softnpu_delay_injected_us() { return g_delay_injected; }

@@ -163,8 +163,13 @@ Stack cpu_arguments(const Call& call, Aliases& aliases, bool snapshot_host_tenso
     }
     mapped.push_back(map_value(value, c10::DeviceType::CPU, [&](const at::Tensor& t) -> at::Tensor {
       if (on_device(t)) return aliases.of(t);
-      // The caller may change a host tensor before the queued kernel reads it.
-      if (t.defined() && snapshot_host_tensors && !t.unsafeGetTensorImpl()->is_wrapped_number()) return t.clone();
+      // The caller may change a host tensor before the queued kernel reads it. It may also have a Python object, which the
+      // stream's thread could only release with Python's global lock: a deadlock when the lock's holder waits for the stream.
+      if (t.defined() && snapshot_host_tensors) {
+        at::Tensor copy = t.clone();
+        if (t.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+        return copy;
+      }
       return t;
     }));
   }
@@ -207,7 +212,9 @@ at::Tensor allocate_like(const at::Tensor& t, c10::Device device) {
 void store(const at::Tensor& target, const at::Tensor& value) {
   TORCH_CHECK(value.defined() == target.defined(), "the meta kernel and the CPU kernel disagree about an undefined result");
   if (!value.defined()) return;
-  TORCH_CHECK(target.sizes() == value.sizes() && target.dtype() == value.dtype(), "the meta kernel promised ", target.sizes(), " ",
+  // The device keeps statistics in FP32 where the CPU has them in the input's type: widening loses nothing.
+  const bool widens = target.is_floating_point() && value.is_floating_point() && target.element_size() > value.element_size();
+  TORCH_CHECK(target.sizes() == value.sizes() && (target.dtype() == value.dtype() || widens), "the meta kernel promised ", target.sizes(), " ",
               target.dtype(), ", the CPU kernel gave ", value.sizes(), " ", value.dtype());
   target.copy_(value);
 }

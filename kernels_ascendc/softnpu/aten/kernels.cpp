@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <memory>
+#include <stdexcept>
 #include <unordered_set>
 
 #include "softaten.h"
@@ -176,10 +177,20 @@ Stack cpu_arguments(const Call& call, Aliases& aliases, bool snapshot_host_tenso
   return mapped;
 }
 
+bool shape_depends_on_data(const Call& call) {
+  if (call.cpu_op.hasTag(at::Tag::data_dependent_output)) return true;
+  if (!call.cpu_op.hasTag(at::Tag::dynamic_output_shape)) return false;
+  if (call.name != "aten::index" && call.name != "aten::_unsafe_index") return true;
+  // Indexing has a dynamic shape only with masks.
+  bool masks = false;
+  for (const std::optional<at::Tensor>& index : call.arguments[1].toOptionalTensorVector())
+    masks |= index.has_value() && index->defined() && (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte);
+  return masks;
+}
+
 // Runs the meta kernel. False when there is none or it cannot tell: then the CPU kernel has the word.
 bool run_meta(const Call& call, Stack* results) {
-  if (call.cpu_op.hasTag(at::Tag::dynamic_output_shape) || call.cpu_op.hasTag(at::Tag::data_dependent_output)) return false;
-  if (meta_misleads(call.name)) return false;
+  if (shape_depends_on_data(call) || meta_misleads(call.name)) return false;
   try {
     at::AutoDispatchBelowADInplaceOrView guard;
     std::unordered_map<const void*, at::Tensor> metas;
@@ -261,6 +272,7 @@ void queue(const Call& call, const CurrentStream& stream, const Stack& metas, St
   const OperatorHandle op = call.cpu_op;
   stream.push([op, arguments, targets, sources, name = call.full_name] {
     c10::InferenceMode guard;
+    const auto failed = [&](const char* why) { throw std::runtime_error(name + ": " + why); };
     try {
       Stack values = *arguments;
       op.callBoxed(values);
@@ -269,8 +281,10 @@ void queue(const Call& call, const CurrentStream& stream, const Stack& metas, St
       const auto results = flat_tensors(fresh);
       TORCH_CHECK(results.size() == targets->size(), "the meta kernel and the CPU kernel disagree about the number of results");
       for (size_t i = 0; i < results.size(); ++i) store((*targets)[i], results[i]);
+    } catch (const c10::Error& e) {
+      failed(e.what_without_backtrace());
     } catch (const std::exception& e) {
-      TORCH_CHECK(false, name, ": ", e.what());
+      failed(e.what());
     }
   });
 }

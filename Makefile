@@ -8,7 +8,7 @@
 .PHONY: help setup demo test bench lint format clean clean-all
 
 BIN := .venv/bin
-# Where to run: softnpu (the default), or npu on a machine with CANN and a torch-npu that finds its device.
+# Where to test: softnpu (the default), or npu on a machine with CANN and a torch-npu that finds its device.
 DEVICE ?= softnpu
 ON_DEVICE = $(if $(filter npu,$(DEVICE)),,$(BIN)/python -m afd_dsv4.softnpu --)
 CXX_SOURCES = $(shell git ls-files '*.cpp' '*.h' '*.hpp' '*.cc')
@@ -19,8 +19,8 @@ help: ## this list
 setup: ## the exact test environment in .venv, and the software NPU in build/softnpu
 	@bash tests/environment/setup.sh
 
-demo: setup ## the claim, measured: the evidence run; ARGS go to `afd-dsv4 evidence`
-	@$(ON_DEVICE) $(BIN)/python -m afd_dsv4 evidence --device $(DEVICE) --out build/evidence $(ARGS)
+demo: setup ## the claim, measured: the evidence run, on a real NPU where there is one; ARGS go to `afd-dsv4 evidence`
+	@$(BIN)/python -m afd_dsv4 evidence --out build/evidence $(ARGS)
 
 test: setup ## every test; ARGS go to pytest
 	@AFD_DSV4_REQUIRE_NPU=1 $(ON_DEVICE) $(BIN)/python -m pytest $(ARGS)

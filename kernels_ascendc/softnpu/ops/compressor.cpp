@@ -297,7 +297,10 @@ class Launch {
     count(Stat::launches, 1);
     poison_rows(0, a_.out.shape[0]);
     if (a_.x.shape[0] == 0) return SOFTNPU_OK;
-    if (!plan_requests()) return faults_.report();
+    if (!plan_requests()) {
+      count(Stat::rows_poisoned, a_.out.shape[0]);
+      return faults_.report();
+    }
     plan_saves();
     run_tiles();
     run_history_windows();

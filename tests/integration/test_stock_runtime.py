@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""The stock executor on the software NPU: real torch.npu streams and events, the recorded operator, NumPy as truth.
+
+Every compressed row is compared bit for bit with the definition, computed from the whole sequence in one piece.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from afd_dsv4.compressor import reference
+from afd_dsv4.compressor.executor import CompressorWeights
+from afd_dsv4.compressor.stock import StockRuntime
+from afd_dsv4.evidence.controls import SABOTAGES, SabotagedRuntime
+from afd_dsv4.evidence.memory import measure, planned, scale
+from afd_dsv4.execution.ubatch import cut
+from afd_dsv4.geometry import CompressorKind, ModelGeometry, page_layout
+from afd_dsv4.tail.store import TailFull, UnknownPosition
+from afd_dsv4.tail.tables import RequestChunk, RequestId
+from afd_dsv4.workspace.arena import Exhausted
+from afd_dsv4.workspace.lease import OrderError
+from afd_dsv4.workspace.sizing import size_workspace
+
+pytestmark = pytest.mark.npu
+
+HIDDEN = 32
+LAYERS = ModelGeometry("three layers", HIDDEN, 3, (4, 128, 4))
+LENGTH = 500
+SPECS = {
+    CompressorKind.C4: reference.C4,
+    CompressorKind.C4_INDEXER: reference.C4_INDEXER,
+    CompressorKind.C128: reference.C128,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_hidden_size() -> Iterator[None]:
+    from afd_dsv4.softnpu import runtime
+
+    runtime.install()
+    torch.ops.softnpu.waive("compressor.hidden", True)
+    yield
+    torch.ops.softnpu.waive("compressor.hidden", False)
+
+
+@dataclass
+class Request:
+    """Tokens of one request, and the compressed rows that the definition gives for them."""
+
+    x: torch.Tensor
+    rows: dict[tuple[int, CompressorKind], torch.Tensor]
+    position: int = 0
+
+
+class World:
+    """A runtime with weights, requests and the truth about them."""
+
+    def __init__(self, seed: int, *, block_size: int = 128, drafts: int = 0, ordered: bool = True, cls=StockRuntime):
+        self.layout = page_layout("vllm-ascend-0.23.0", block_size)
+        self.runtime = cls(
+            LAYERS,
+            self.layout,
+            max_num_seqs=3,
+            max_num_batched_tokens=3 * LENGTH,
+            device="npu",
+            drafts=drafts,
+            ordered=ordered,
+        )
+        generator = torch.Generator().manual_seed(seed)
+        self.generator = generator
+        self.weights = {}
+        for compressor in LAYERS.compressors:
+            wide = compressor.kind.coff * compressor.head_dim
+            self.weights[compressor.layer, compressor.kind] = CompressorWeights(
+                wkv=torch.randn(wide, HIDDEN, generator=generator).bfloat16(),
+                wgate=torch.randn(wide, HIDDEN, generator=generator).bfloat16(),
+                ape=torch.randn(compressor.kind.ratio, wide, generator=generator),
+                norm_weight=torch.randn(compressor.head_dim, generator=generator).bfloat16(),
+                norm_eps=1e-6,
+            )
+        self.on_device = {
+            key: replace(w, wkv=w.wkv.npu(), wgate=w.wgate.npu(), ape=w.ape.npu(), norm_weight=w.norm_weight.npu())
+            for key, w in self.weights.items()
+        }
+        cos, sin = reference.rope_table(np.arange(LENGTH, dtype=np.int64))
+        self.cos, self.sin = torch.from_numpy(cos).bfloat16(), torch.from_numpy(sin).bfloat16()
+        self.streams = [torch.npu.Stream(), torch.npu.Stream()]
+        self.different = 0
+        self.compared = 0
+
+    def request(self) -> Request:
+        x = torch.randn(LENGTH, HIDDEN, generator=self.generator).bfloat16()
+        rows = {}
+        for (layer, kind), weights in self.weights.items():
+            spec = SPECS[kind]
+            projected = reference.make_rows(
+                reference.project(x.float().numpy(), weights.wkv.float().numpy()),
+                reference.project(x.float().numpy(), weights.wgate.float().numpy()),
+                weights.ape.numpy(),
+                0,
+            )
+            at = slice(0, LENGTH // spec.ratio * spec.ratio, spec.ratio)
+            compressed = reference.compress_sequence(
+                projected,
+                spec,
+                weights.norm_weight.float().numpy(),
+                self.cos[at].float().numpy(),
+                self.sin[at].float().numpy(),
+            )
+            bits = reference.bfloat16_bits(compressed).view(np.int16)
+            rows[layer, kind] = torch.from_numpy(bits).view(torch.bfloat16)
+        return Request(x, rows)
+
+    def forward(
+        self,
+        requests: dict[str, Request],
+        chunks: list[RequestChunk],
+        *,
+        cut_tokens: int | None = None,
+        alternate: bool = False,
+        decodes: int = 0,
+    ) -> None:
+        """One forward in one or two uBatches; `decodes` requests at the front are launched apart from the rest."""
+        parts = cut(chunks, sum(chunk.tokens for chunk in chunks) if cut_tokens is None else cut_tokens)
+        generation = self.runtime.mint()
+        begun = [(part, self.runtime.begin(part, generation=generation, ubatch=u)) for u, part in enumerate(parts)]
+        results = []
+        for compressor in LAYERS.compressors:
+            for ubatch, (part, execution) in enumerate(begun):
+                splits = [s for s in (part[:decodes], part[decodes:]) if s] if decodes else [part]
+                first = 0
+                for split in splits:
+                    stream = self.streams[(ubatch + (compressor.layer if alternate else 0)) % 2]
+                    rows = slice(first, first + len(split))
+                    first += len(split)
+                    with torch.npu.stream(stream):
+                        out = self.launch(execution, requests, split, compressor.layer, compressor.kind, rows)
+                    results.append((compressor, split, out))
+        for _, execution in begun:
+            execution.finish()
+        torch.npu.synchronize()
+        for compressor, split, out in results:
+            self.check(requests, split, compressor.layer, compressor.kind, out.cpu())
+
+    def launch(self, execution, requests, split, layer, kind, rows):
+        if not split:
+            return execution.compress(
+                layer,
+                kind,
+                torch.empty((0, HIDDEN), dtype=torch.bfloat16, device="npu"),
+                self.on_device[layer, kind],
+                self.cos[:0].npu(),
+                self.sin[:0].npu(),
+                torch.zeros(1, dtype=torch.int32, device="npu"),
+            )
+        ratio = kind.ratio
+        x = torch.cat([requests[c.request].x[c.start : c.end] for c in split])
+        windows = [w * ratio for c in split for w in range(c.start // ratio, c.end // ratio)]
+        padded = min(len(x), len(x) // ratio + len(split)) - len(windows)
+        at = torch.tensor(windows + [0] * padded, dtype=torch.int64)
+        lengths = torch.tensor([0] + [c.tokens for c in split]).cumsum(0).int()
+        args = [t.npu() for t in (x, self.cos[at], self.sin[at], lengths)]
+        self.keep = getattr(self, "keep", []) + args
+        return execution.compress(layer, kind, args[0], self.on_device[layer, kind], *args[1:], rows)
+
+    def check(self, requests, split, layer, kind, out) -> None:
+        first = 0
+        for c in split:
+            windows = range(c.start // kind.ratio, c.end // kind.ratio)
+            got = out[first : first + len(windows)].view(torch.int16)
+            want = requests[c.request].rows[layer, kind][windows.start : windows.stop].view(torch.int16)
+            self.different += int((got != want).any(dim=1).sum())
+            self.compared += len(windows)
+            first += len(windows)
+
+
+def random_load(world: World, rng: random.Random, steps: int, *, alternate: bool = False) -> None:
+    """Three requests in random chunks, cut anywhere; a finished one makes room for another."""
+    requests: dict[str, Request] = {}
+    names = iter(f"r{i}" for i in range(1000))
+    for _ in range(steps):
+        while len(requests) < 3:
+            requests[next(names)] = world.request()
+        chunks = []
+        for name, request in requests.items():
+            tokens = min(rng.choice([1, 3, 4, 5, 31, 32, 33, 127, 128, 129, 300]), LENGTH - request.position)
+            chunks.append(RequestChunk(RequestId(name), request.position, request.position + tokens))
+            request.position += tokens
+        world.forward(
+            requests,
+            chunks,
+            cut_tokens=rng.randint(0, sum(chunk.tokens for chunk in chunks)),
+            alternate=alternate,
+        )
+        for name in [name for name, request in requests.items() if request.position == LENGTH]:
+            world.runtime.end_request(RequestId(name))
+            del requests[name]
+
+
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+@pytest.mark.parametrize("alternate", [False, True], ids=["stream per ubatch", "alternating streams"])
+def test_random_mixes_in_two_ubatches_compress_the_rows_of_the_definition(block_size: int, alternate: bool) -> None:
+    world = World(block_size, block_size=block_size)
+    random_load(world, random.Random(block_size), 9, alternate=alternate)
+    assert world.compared > 1000
+    assert world.different == 0
+    assert world.runtime.staging.host_waits == 0
+
+
+def test_without_touches_the_same_load_differs() -> None:
+    from afd_dsv4.softnpu import runtime
+
+    runtime.set_schedule(3, 2000)
+    try:
+        world = World(5, ordered=False)
+        random_load(world, random.Random(5), 6)
+    finally:
+        runtime.set_schedule(0)
+    assert world.different > 0
+
+
+@pytest.mark.parametrize("drafts", [1, 4, 9])
+def test_every_accept_length_goes_on_with_the_right_rows(drafts: int) -> None:
+    for prompt, block_size in ((61, 128), (126, 32), (255, 64)):
+        world = World(drafts, block_size=block_size, drafts=drafts)
+        requests = {"r": world.request()}
+        rid = RequestId("r")
+        for accepted in range(drafts + 1):
+            world.forward(requests, [RequestChunk(rid, 0, prompt)])
+            end = prompt + 1 + drafts
+            # Rejected drafts were other tokens than those that follow in the end.
+            wrong = replace(requests["r"], x=requests["r"].x.clone())
+            wrong.x[prompt + 1 + accepted : end] += 1
+            before = world.different
+            world.forward({"r": wrong}, [RequestChunk(rid, prompt, end, drafts)])
+            world.different = before  # rows of rejected drafts are nobody's
+            position = prompt + 1 + accepted
+            world.forward(requests, [RequestChunk(rid, position, position + 150)])
+            assert world.different == 0, (prompt, block_size, accepted)
+            world.runtime.end_request(rid)
+
+
+def test_decode_and_prefill_as_two_launches_take_their_own_rows() -> None:
+    world = World(1)
+    requests = {name: world.request() for name in "abc"}
+    chunks = [RequestChunk(RequestId(n), 0, e) for n, e in zip("abc", (130, 260, 77), strict=True)]
+    world.forward(requests, chunks)
+    chunks = [RequestChunk(RequestId(n), s, e) for n, s, e in (("a", 130, 131), ("b", 260, 261), ("c", 77, 400))]
+    world.forward(requests, chunks, decodes=2)
+    assert world.different == 0
+
+
+def test_a_cut_request_whose_first_part_is_one_of_two_launches_is_followed_after_both() -> None:
+    world = World(2)
+    requests = {name: world.request() for name in "ab"}
+    world.forward(requests, [RequestChunk(RequestId("a"), 0, 10)])
+    chunks = [RequestChunk(RequestId("a"), 10, 11), RequestChunk(RequestId("b"), 0, 400)]
+    world.forward(requests, chunks, decodes=1, cut_tokens=201)
+    assert world.different == 0
+
+
+def test_an_execution_without_requests_leases_nothing_and_queues_nothing() -> None:
+    world = World(3)
+    before = vars(world.runtime.arena.counters).copy()
+    with world.runtime.begin([]) as execution:
+        out = world.launch(execution, {}, (), 0, CompressorKind.C4, slice(0, 0))
+    assert out.shape == (0, 512)
+    assert vars(world.runtime.arena.counters) == before
+
+
+def test_a_forward_without_an_execution_changes_no_page() -> None:
+    world = World(4)
+    requests = {"r": world.request()}
+    world.forward(requests, [RequestChunk(RequestId("r"), 0, 200)])
+    for (layer, kind), weights in world.on_device.items():
+        before = world.runtime.pools[kind].cpu()
+        table, starts = world.runtime.idle(kind, 2)
+        rows = min(64, 64 // kind.ratio + 2)
+        torch.ops._C_ascend.compressor(
+            torch.randn(64, HIDDEN).bfloat16().npu(),
+            weights.wkv,
+            weights.wgate,
+            world.runtime.pools[kind],
+            weights.ape,
+            weights.norm_weight,
+            world.sin[:rows].npu(),
+            world.cos[:rows].npu(),
+            state_block_table=table,
+            cu_seqlens=torch.tensor([0, 30, 64], dtype=torch.int32).npu(),
+            seqused=None,
+            start_pos=starts,
+            rope_head_dim=64,
+            cmp_ratio=kind.ratio,
+            coff=kind.coff,
+            norm_eps=1e-6,
+            rotary_mode=2,
+            cache_mode=1,
+        )
+        torch.npu.synchronize()
+        after = world.runtime.pools[kind].cpu()
+        assert torch.equal(before.view(torch.int32), after.view(torch.int32)), layer
+
+
+@pytest.mark.parametrize(("slots", "drafts", "block_size"), [(1, 0, 128), (2, 0, 64), (3, 5, 32)])
+def test_allocated_bytes_are_the_sized_bytes(slots: int, drafts: int, block_size: int) -> None:
+    layout = page_layout("vllm-ascend-0.23.0", block_size)
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 500, "slots": slots, "drafts": drafts}
+    before = torch.npu.memory_allocated()
+    runtime = StockRuntime(LAYERS, layout, device="npu", **limits)
+    sizes = size_workspace(LAYERS, layout, **limits)
+    assert measure(runtime, slots) == planned(sizes)
+    rounding = 512 * 100  # the allocator hands out multiples of 512 bytes
+    assert sizes.device_bytes <= torch.npu.memory_allocated() - before <= sizes.device_bytes + rounding
+
+
+def test_spares_and_staging_do_not_depend_on_layers_nor_anything_but_tables_on_the_chunk() -> None:
+    layout = page_layout("vllm-ascend-0.23.0", 128)
+    scaled, wrong = scale(LAYERS, layout, torch.device("npu"), max_num_seqs=2, tokens=1000, slots=2)
+    assert wrong == []
+    by_layers = [entry.tails for entry in scaled if entry.what == "layers"]
+    null_pages = 8 * (2048 + 512) * 4 + 32 * 1024 * 4
+    assert [tails - null_pages for tails in by_layers] == [(by_layers[0] - null_pages) * n for n in (1, 2, 4)]
+    assert len({entry.tables for entry in scaled if entry.what == "chunk"}) == 3
+
+
+@pytest.mark.parametrize("rule", list(SABOTAGES), ids=lambda rule: rule.name)
+def test_a_launch_with_a_broken_rule_gives_other_rows(rule) -> None:
+    world = World(6, cls=SabotagedRuntime)
+    world.runtime.sabotage = SABOTAGES[rule]
+    requests = {"r": world.request()}
+    world.forward(requests, [RequestChunk(RequestId("r"), 0, 203)])
+    world.forward(requests, [RequestChunk(RequestId("r"), 203, 420)])
+    world.forward(requests, [RequestChunk(RequestId("r"), 420, 500)])
+    assert world.different > 0
+
+
+def test_refused_plans_give_their_slot_back() -> None:
+    world = World(7)
+    world.runtime.begin([RequestChunk(RequestId("a"), 0, 5)]).finish()
+    for chunks, error in (
+        ([RequestChunk(RequestId("a"), 7, 9)], UnknownPosition),
+        ([RequestChunk(RequestId(n), 0, 5) for n in "wxyz"], TailFull),
+    ):
+        for _ in range(3):
+            with pytest.raises(error):
+                world.runtime.begin(chunks)
+    first = world.runtime.begin([RequestChunk(RequestId("a"), 5, 9)])
+    second = world.runtime.begin([RequestChunk(RequestId("b"), 0, 9)])
+    with pytest.raises(Exhausted):
+        world.runtime.begin([RequestChunk(RequestId("c"), 0, 9)])
+    first.finish()
+    second.finish()
+
+
+def test_a_launch_after_finish_is_an_error() -> None:
+    world = World(8)
+    requests = {"r": world.request()}
+    chunk = RequestChunk(RequestId("r"), 0, 9)
+    execution = world.runtime.begin([chunk])
+    execution.finish()
+    with pytest.raises(OrderError, match="after it was sealed"):
+        world.launch(execution, requests, (chunk,), 0, CompressorKind.C4, slice(0, 1))
+
+
+def test_a_request_in_a_reused_row_follows_the_last_lease_of_its_predecessor() -> None:
+    """Row and pages go to the next request at once; only the order of the streams keeps them apart."""
+    from afd_dsv4.softnpu import runtime
+
+    runtime.set_schedule(11, 3000)
+    try:
+        world = World(9)
+        requests = {name: world.request() for name in "abcdef"}
+        for index, name in enumerate(requests):
+            world.streams.reverse()
+            chunk = RequestChunk(RequestId(name), 0, 300 + 33 * index)
+            world.forward(requests, [chunk])
+            world.runtime.end_request(chunk.request)
+    finally:
+        runtime.set_schedule(0)
+    assert world.different == 0

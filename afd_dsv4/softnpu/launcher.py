@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 """Starts a command with the software NPU's libraries where CANN's would be.
 
-Problem: the loader reads LD_LIBRARY_PATH, and torch_npu its settings, when the process starts: too early for Python code.
+Problem: the loader reads LD_LIBRARY_PATH, and torch_npu its settings, when the process starts: too early for Python.
 Way: check that the libraries are built, set the environment, replace this process by the command. Not done: building.
 """
 
@@ -36,12 +36,12 @@ def library_dir() -> Path:
         SoftnpuError: a library is missing there.
     """
     given = os.environ.get("AFD_DSV4_SOFTNPU_DIR")
-    folder = Path(given) if given else Path(__file__).resolve().parents[2] / "build" / "softnpu"
+    folder = Path(given).resolve() if given else Path(__file__).resolve().parents[2] / "build" / "softnpu"
     missing = [name for name in LIBRARIES if not (folder / name).is_file()]
     if missing:
         raise SoftnpuError(
             f"the software NPU was asked for and is not built: {folder} has no {', '.join(missing)}. "
-            "Run `make setup` in a checkout of afd-dsv4, or set AFD_DSV4_SOFTNPU_DIR to the folder of the built libraries."
+            "Run `make setup` in a checkout of afd-dsv4, or point AFD_DSV4_SOFTNPU_DIR to where the libraries are."
         )
     return folder
 
@@ -53,8 +53,10 @@ def environment(base: Mapping[str, str], libraries: Path) -> dict[str, str]:
     def with_first(name: str, *first: Path) -> str:
         return os.pathsep.join([*map(str, first), *filter(None, [base.get(name, "")])])
 
+    # Where CANN is set up, torch_npu would look for its operator packages.
+    rest = {name: value for name, value in base.items() if name not in ("ASCEND_HOME_PATH", "ASCEND_OPP_PATH")}
     return {
-        **base,
+        **rest,
         "LD_LIBRARY_PATH": with_first("LD_LIBRARY_PATH", libraries),
         # The stubs' sitecustomize installs the kernels; the package itself must be importable from any folder.
         "PYTHONPATH": with_first("PYTHONPATH", here.parent / "stubs", here.parents[2]),
@@ -69,7 +71,7 @@ def environment(base: Mapping[str, str], libraries: Path) -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command after ``--``; never returns when it could be started. Exit code 2: it could not be."""
+    """Become the command after ``--``. Return only when that is impossible: 2, or 0 for ``--help``."""
     command = arguments[1:] if arguments[:1] == ["--"] else arguments
     if not command or command[0] in ("-h", "--help"):
         print(USAGE, file=sys.stdout if command else sys.stderr)
@@ -79,11 +81,15 @@ def main(arguments: list[str]) -> int:
     except SoftnpuError as error:
         print(f"afd-dsv4: {error}", file=sys.stderr)
         return 2
+    # The interpreter that runs the launcher has the packages; another `python` on PATH may not.
     program = sys.executable if command[0] in ("python", "python3") else command[0]
     if shutil.which(program) is None:
-        print(f"afd-dsv4: {USAGE}\nno such command: {program}. Give a program on PATH or a path to one.", file=sys.stderr)
+        print(
+            f"afd-dsv4: {USAGE}\nno such command: {program}. Give a program on PATH or a path to one.", file=sys.stderr
+        )
         return 2
-    os.execvpe(program, [program, *command[1:]], environment(os.environ, libraries))
+    # Replaces this process, so that signals, the exit code and the terminal are the command's own.
+    return os.execvpe(program, [program, *command[1:]], environment(os.environ, libraries))
 
 
 if __name__ == "__main__":

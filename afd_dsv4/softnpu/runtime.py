@@ -57,11 +57,11 @@ def install() -> Installed:
 
     folder = library_dir()
     torch.ops.load_library(str(folder / ATEN_LIBRARY))
-    counts = torch.ops.softnpu.install()
+    on_cpu, composite, raising = torch.ops.softnpu.install()
     operators = sorted(folder.glob(OPERATOR_LIBRARIES))
     for library in operators:
         torch.ops.load_library(str(library))
-    return Installed(*counts, libraries=tuple(path.name for path in operators))
+    return Installed(on_cpu, composite, raising, tuple(path.name for path in operators))
 
 
 @functools.cache

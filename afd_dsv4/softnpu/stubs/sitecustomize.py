@@ -9,6 +9,7 @@ Way: two import hooks. After ``torch_npu`` has run, the aten kernels and the ope
 Not done: anything for a process that imports neither.
 """
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import sys
@@ -28,7 +29,9 @@ class _AfterExecution(Loader):
         return self._real.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        self._real.exec_module(module)
+        # torch_npu prints that CANN is not set up, which would spoil the output of a command that prints JSON.
+        with contextlib.redirect_stdout(sys.stderr):
+            self._real.exec_module(module)
         from afd_dsv4.softnpu import runtime
 
         runtime.install()
@@ -58,7 +61,7 @@ def _declare_torchvision_operators() -> None:
         return
     import torch
 
-    library = torch.library.Library("torchvision", "FRAGMENT")  # noqa: TOR901
+    library = torch.library.Library("torchvision", "FRAGMENT")
     for operator in ("nms", "qnms"):
         library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _torchvision_library = library

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""aten on the software NPU: the values of the CPU kernels, asynchronously; what has no body raises by name.
+
+Every comparison runs under an adversarial schedule, so that a kernel that ran too early or on unfilled memory shows.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from afd_dsv4.softnpu import runtime as rt
+
+torch = pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.npu,
+    pytest.mark.skipif(
+        not rt.is_active(), reason="npu: tests of the software NPU itself; start them with its launcher"
+    ),
+]
+F = torch.nn.functional
+Make = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _schedule() -> Iterator[None]:
+    rt.set_schedule(3, 100)
+    yield
+    rt.set_schedule(0)
+
+
+# Each body gets `f`, which makes the next random tensor of a shape, and `i`, which makes the next random index below n.
+# (name, does it wait for the stream, body)
+SAMPLES: list[tuple[str, bool, Callable[[Make, Make], Any]]] = [
+    ("zeros_ones_full", False, lambda f, i: f(3).new_zeros(3) + torch.ones_like(f(3)) + torch.full_like(f(3), 2.5)),
+    ("arange", False, lambda f, i: torch.arange(2, 17, 3, device=f(1).device)),
+    ("scalar", False, lambda f, i: 2 * f(4, 5) + 1 - f(4, 5) / 3),
+    ("broadcast", False, lambda f, i: f(4, 1, 5) * f(3, 1)),
+    ("inplace", False, lambda f, i: f(4, 5).mul_(2).add_(f(5)).clamp_(-1, 1)),
+    ("inplace_view", False, lambda f, i: _write_view(f(6, 8), f(2, 8))),
+    ("cast", False, lambda f, i: (f(4, 5).half().float(), f(4, 5).double(), (f(4, 5) * 10).long(), f(4, 5) > 0)),
+    ("transpose_contiguous", False, lambda f, i: f(4, 5, 6).permute(2, 0, 1).contiguous()),
+    ("strided_copy", False, lambda f, i: torch.zeros_like(f(8, 8)[::2]).copy_(f(8, 8)[:, ::2].t())),
+    ("cat_stack", False, lambda f, i: (torch.cat([f(2, 3), f(4, 3)]), torch.stack([f(2, 3), f(2, 3)], 1))),
+    ("split_pad", False, lambda f, i: (f(7, 4).split(3), F.pad(f(3, 4), (1, 2), value=9.0))),
+    ("where", False, lambda f, i: torch.where(f(4, 5) > 0, f(4, 5), 0.0)),
+    ("masked_fill", False, lambda f, i: f(4, 5).masked_fill(f(4, 5) > 0, float("-inf"))),
+    (
+        "reductions",
+        False,
+        lambda f, i: (f(4, 5).sum(0), f(4, 5).mean(), f(4, 5).amax(1), f(4, 5).max(1), f(4, 5).std()),
+    ),
+    ("cumsum", False, lambda f, i: f(4, 50).cumsum(1)),
+    ("sort", False, lambda f, i: f(4, 50).sort(dim=1, descending=True, stable=True)),
+    ("topk", False, lambda f, i: f(4, 50).topk(7, dim=1)),
+    ("argmax", False, lambda f, i: f(4, 50).argmax(-1)),
+    ("softmax", False, lambda f, i: (f(4, 50).softmax(-1), F.log_softmax(f(4, 50), -1), torch.logsumexp(f(4, 50), 1))),
+    ("matmul", False, lambda f, i: (f(17, 33) @ f(33, 9), torch.bmm(f(3, 4, 5), f(3, 5, 6)), f(2, 3, 4) @ f(4, 5))),
+    ("addmm", False, lambda f, i: torch.addmm(f(9), f(17, 33), f(33, 9), beta=0.5, alpha=2.0)),
+    ("einsum", False, lambda f, i: torch.einsum("bqhd,bkhd->bhqk", f(2, 3, 4, 5), f(2, 6, 4, 5))),
+    ("linear", False, lambda f, i: F.linear(f(7, 16), f(9, 16), f(9))),
+    ("layer_norm", False, lambda f, i: F.layer_norm(f(7, 16), (16,), f(16), f(16))),
+    ("rms_norm", False, lambda f, i: F.rms_norm(f(7, 16), (16,), f(16))),
+    (
+        "activations",
+        False,
+        lambda f, i: (F.silu(f(9)), F.gelu(f(9)), f(9).sigmoid(), F.softplus(f(9)), f(9).tanh(), f(9).relu()),
+    ),
+    (
+        "pointwise",
+        False,
+        lambda f, i: (f(9).exp(), f(9).cos(), f(9).sin(), f(9).abs().rsqrt(), f(9).pow(2), f(9).abs().sqrt()),
+    ),
+    (
+        "attention",
+        False,
+        lambda f, i: F.scaled_dot_product_attention(f(2, 4, 9, 8), f(2, 4, 9, 8), f(2, 4, 9, 8), is_causal=True),
+    ),
+    (
+        "attention_mask",
+        False,
+        lambda f, i: F.scaled_dot_product_attention(f(2, 4, 9, 8), f(2, 4, 9, 8), f(2, 4, 9, 8), f(9, 9)),
+    ),
+    ("embedding", False, lambda f, i: F.embedding(i(7, 12), f(12, 4))),
+    ("one_hot", False, lambda f, i: F.one_hot(i(7, 12))),
+    ("one_hot_classes", False, lambda f, i: F.one_hot(i(7, 12), 12)),
+    ("index", False, lambda f, i: f(12, 4)[i(7, 12)]),
+    ("index_pair", False, lambda f, i: f(12, 4)[i(7, 12), i(7, 4)]),
+    ("index_mask", True, lambda f, i: f(12, 4)[f(12) > 0]),
+    ("index_put", False, lambda f, i: _index_put(f(12, 4), i(1, 12), f(1, 4))),
+    ("index_select", False, lambda f, i: f(12, 4).index_select(0, i(7, 12))),
+    ("index_copy", False, lambda f, i: f(12, 4).index_copy(0, i(1, 12), f(1, 4))),
+    ("index_add", False, lambda f, i: f(12, 4).index_add(0, i(7, 12), f(7, 4))),
+    ("gather", False, lambda f, i: f(5, 12).gather(1, i((5, 3), 12))),
+    ("scatter", False, lambda f, i: f(5, 12).scatter(1, i((5, 1), 12), 7.0)),
+    ("scatter_add", False, lambda f, i: f(5, 12).scatter_add(1, i((5, 3), 12), f(5, 3))),
+    ("tril_triu", False, lambda f, i: (f(6, 6).tril(), f(6, 6).triu(1))),
+    (
+        "repeat_interleave",
+        False,
+        lambda f, i: (f(3, 4).repeat_interleave(2, 0), f(3, 4).repeat(2, 1), f(3, 1).expand(3, 5) + 0),
+    ),
+    ("conv", False, lambda f, i: F.conv1d(f(2, 4, 9), f(6, 4, 3), f(6), padding=1)),
+    ("unique", True, lambda f, i: i(20, 5).unique()),
+    ("nonzero", True, lambda f, i: (f(4, 5) > 0).nonzero()),
+    ("out", False, lambda f, i: torch.add(f(4, 5), f(4, 5), out=f(4, 5))),
+    ("out_resized", False, lambda f, i: torch.mm(f(4, 5), f(5, 6), out=f(0))),
+    ("foreach", False, lambda f, i: torch._foreach_add([f(3), f(4)], 1.0)),
+    ("complex", False, lambda f, i: torch.view_as_real(torch.complex(f(5), f(5)).conj() * torch.complex(f(5), f(5)))),
+    ("empty_tensor", False, lambda f, i: (f(0, 4) + 1, torch.cat([f(0, 4), f(2, 4)]), f(0, 4).sum(0))),
+]
+
+
+def _write_view(x: Any, rows: Any) -> Any:
+    x[1:3].fill_(7)
+    x[3:5] = rows
+    x[:, 0] += 1
+    return x
+
+
+def _index_put(x: Any, index: Any, rows: Any) -> Any:
+    x[index] = rows
+    return x
+
+
+def flat(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in value for tensor in flat(part)]
+
+
+def run(body: Callable[[Make, Make], Any], device: str, dtype: Any) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+
+    def floats(*shape: int) -> Any:
+        return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+    def below(shape: Any, n: int) -> Any:
+        shape = shape if isinstance(shape, tuple) else (shape,)
+        return torch.randint(0, n, shape, generator=generator).to(device)
+
+    return flat(body(floats, below))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "waits", "body"), SAMPLES, ids=[name for name, _, _ in SAMPLES])
+def test_an_operator_gives_the_values_of_the_cpu(name: str, waits: bool, body: Any, dtype: str) -> None:
+    if name == "complex" and dtype == "bfloat16":
+        pytest.skip("complex numbers of bfloat16 parts do not exist in torch")
+    wanted = run(body, "cpu", getattr(torch, dtype))
+    before = rt.calls()
+    found = run(body, "npu", getattr(torch, dtype))
+    after = rt.calls()
+    assert (after[1] > before[1]) == waits, "asynchronous operators must not wait for the stream"
+    assert len(found) == len(wanted)
+    tolerance = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
+    for expected, result in zip(wanted, found, strict=True):
+        assert result.device.type == "npu"
+        assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
+        torch.testing.assert_close(result.cpu(), expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def test_the_comparison_sees_a_wrong_value() -> None:
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close((torch.ones(3).npu() + 1e-3).cpu(), torch.ones(3), rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_are_those_of_the_cpu() -> None:
+    def gradients(device: str) -> list[Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 3))
+        x = torch.randn(5, 8)
+        model.to(device)(x.to(device)).pow(2).mean().backward()
+        return [p.grad.cpu() for p in model.parameters()]
+
+    for expected, found in zip(gradients("cpu"), gradients("npu"), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_random_numbers_repeat_with_the_device_seed() -> None:
+    def draw() -> list[Any]:
+        return [
+            torch.rand(8, device="npu").cpu(),
+            torch.randn(8, device="npu").cpu(),
+            torch.randperm(8, device="npu").cpu(),
+        ]
+
+    torch.npu.manual_seed(5)
+    first = draw()
+    torch.npu.manual_seed(5)
+    again, other = draw(), draw()
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_a_host_tensor_beside_device_tensors_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"aten::add.*expected all tensors on the same device, found npu:0 and cpu"):
+        torch.ones(4, device="npu") + torch.ones(4)
+
+
+def test_wrong_shapes_raise_in_the_caller_not_on_the_stream() -> None:
+    with pytest.raises(RuntimeError, match="size of tensor a"):
+        torch.ones(4, device="npu") + torch.ones(5, device="npu")
+    with pytest.raises(RuntimeError, match=r"size of tensor a|shape"):
+        torch.ones(4, device="npu").add_(torch.ones(5, device="npu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("npu::npu_swiglu", lambda n, x: n.npu_swiglu(x)),
+        ("npu::npu_rms_norm", lambda n, x: n.npu_rms_norm(x, x[0])),
+        (
+            "npu::npu_rotary_mul",
+            lambda n, x: n.npu_rotary_mul(x.view(1, 1, 4, 8), x.view(1, 1, 4, 8), x.view(1, 1, 4, 8)),
+        ),
+        ("atb::_npu_reshape_and_cache", lambda n, x: n._npu_reshape_and_cache(x, x, x, x, x[0].int())),
+        ("aten::_thnn_fused_lstm_cell", lambda n, x: torch.ops.aten._thnn_fused_lstm_cell(x, x, x, None, None)),
+    ],
+)
+def test_an_operator_without_a_body_raises_with_its_name(name: str, call: Any) -> None:
+    import torch_npu
+
+    with pytest.raises(NotImplementedError, match=re.escape(name)):
+        call(torch_npu, torch.ones(4, 8, device="npu"))
+
+
+def test_a_device_operator_that_is_reached_in_another_way_raises_with_its_name() -> None:
+    import torch_npu
+
+    with pytest.raises(RuntimeError, match="Identity"):
+        torch_npu.npu_format_cast(torch.ones(32, 32, device="npu"), 29)
+
+
+#: What may keep torch_npu's own kernel: it needs no device operator. A view, an allocation, a setting of the host.
+HOST_SIDE = re.compile(
+    r"aten::(_local_scalar_dense|record_stream|is_pinned|_pin_memory|pin_memory|empty\.|empty_strided|new_empty_strided|"
+    r"set_data|set_\.|is_set_to|resize_|resize_as_|_copy_from|_has_compatible_shallow_copy_type|_resize_output_)"
+    r"|npu::(.*_(infer_output|get_max_workspace)|.*format_cast.*|get_npu_format|get_storage_size|.*with_format.*|.*swapped_memory|"
+    r"npu_change_data_ptr|copy_memory_|npu_reshape.*|npu_prefetch|set_op_timeout_ms|super_kernel_scope_.*|.*_worker_scheduler_?|"
+    r"print_npugraph_tensor|save_npugraph_tensor.*)"
+)
+
+
+def device_kernels(names: list[str]) -> list[str]:
+    """Operators whose PrivateUse1 kernel is torch_npu's, although they are neither views nor host-side."""
+    left = []
+    for name in names:
+        dump = torch._C._dispatch_dump(name)
+        active = next((line for line in dump.splitlines() if line.startswith("PrivateUse1:")), "")
+        schema = next((line for line in dump.splitlines() if line.startswith("schema:")), "")
+        returns = schema.rpartition("->")[2]
+        view = re.search(r"\(\w+( -> \*)?\)", returns) is not None
+        in_place_view = "inplace_view" in str(operator_tags(name))
+        if "torch_npu" in active and not view and not in_place_view and not HOST_SIDE.match(name):
+            left.append(name)
+    return left
+
+
+def operator_tags(name: str) -> list[Any]:
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    try:
+        return list(getattr(getattr(getattr(torch.ops, namespace), base), overload or "default").tags)
+    except AttributeError:
+        return []
+
+
+def test_no_operator_keeps_a_kernel_that_would_need_the_device() -> None:
+    names = [
+        name
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
+        if name.partition("::")[0] in ("aten", "npu", "atb") and "schema: (none)" not in torch._C._dispatch_dump(name)
+    ]
+    assert len(names) > 1500
+    assert device_kernels(names) == []
+
+
+@pytest.mark.slow
+def test_a_transformers_model_generates_the_tokens_of_the_cpu() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        "llama",
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
+    prompt = torch.randint(0, 128, (1, 40))
+    settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad():
+        wanted = model.generate(prompt, **settings)
+        found = model.to("npu").generate(prompt.npu(), **settings)
+    assert torch.equal(found.cpu(), wanted)

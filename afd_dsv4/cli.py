@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(arguments)
         if options.command == "evidence":
-            from afd_dsv4.evidence import run  # heavy: torch and, on most machines, a whole software NPU
+            from afd_dsv4.evidence.run import main as evidence  # heavy: torch and, mostly, a whole software NPU
 
-            return int(run.main(options))
+            return evidence(options)
         return _plan(options)
     except InputError as error:
         print("afd-dsv4: error:", " ".join(str(error).split()), file=sys.stderr)  # one line, whatever was typed

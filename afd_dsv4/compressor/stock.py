@@ -161,10 +161,11 @@ class StockRuntime:
         Raises:
             Exhausted: all slots are held by unsealed executions.
             TailFull: more requests than tails.
+            TailVoid: a request whose last execution did not launch everything.
             UnknownPosition: a chunk does not start where its request's tail ends.
         """
         if not chunks:
-            return StockExecution(self, None, {}, 0)
+            return StockExecution(self, None, {}, ())
         execution = ExecutionId(generation or self._mint.mint(), ubatch)
         with self.arena.lock:
             lease = self.arena.acquire(execution)
@@ -177,11 +178,16 @@ class StockRuntime:
                 raise
             for row in rows:
                 self._last[row] = lease
-        return StockExecution(self, lease, lists, len(chunks))
+        return StockExecution(self, lease, lists, tuple(chunks))
 
     def mint(self) -> Generation:
         """A generation for a forward whose uBatches are begun one by one."""
         return self._mint.mint()
+
+    def void(self, requests: Sequence[RequestId], why: str) -> None:
+        """Declare the tails of requests unreadable; they can only be ended."""
+        with self.arena.lock:
+            self.store.void(requests, why)
 
     def end_request(self, request: RequestId) -> None:
         """Give a request's tail away. Its next owner waits for the last lease that mapped it."""
@@ -203,8 +209,7 @@ class StockRuntime:
             tails_and_spares=sum(pool.nbytes for pool in self.pools.values()),
             lists=sum(part.list_bytes for slot in self.lists for part in slot.values()),
             tables=sum(table.flat.nbytes for slot in self.tables for table in slot.values()),
-            staging=self._idle_starts.nbytes
-            + sum(part.staging_bytes for slot in self.lists for part in slot.values()),
+            staging=self._idle_starts.nbytes + sum(part.staging_bytes for slot in self.lists for part in slot.values()),
             host=sum(part.list_bytes + part.staging_bytes for entry in self.staging.entries for part in entry.values()),
         )
 
@@ -291,10 +296,14 @@ class StockExecution:
     """
 
     def __init__(
-        self, runtime: StockRuntime, lease: Lease[Any] | None, lists: dict[int, PageList], requests: int
+        self,
+        runtime: StockRuntime,
+        lease: Lease[Any] | None,
+        lists: dict[int, PageList],
+        chunks: tuple[RequestChunk, ...],
     ) -> None:
         self._runtime = runtime
-        self._requests = requests
+        self._chunks = chunks
         self._launched: dict[tuple[int, CompressorKind], int] = {}
         self.lease = lease
         self.lists = lists
@@ -315,7 +324,8 @@ class StockExecution:
             if x.shape[0]:
                 raise ValueError(f"{x.shape[0]} tokens in an execution that was begun without requests")
             return x.new_empty((0, weights.norm_weight.shape[0]))
-        mine = slice(*rows.indices(self._requests))
+        requests = len(self._chunks)
+        mine = slice(*rows.indices(requests))
         done = self._launched.get((layer, kind), 0) + mine.stop - mine.start
         self._launched[layer, kind] = done
         return self._runtime.launch(
@@ -329,13 +339,21 @@ class StockExecution:
             rope_sin,
             cu_seqlens,
             mine,
-            completes=done == self._requests,
+            completes=done == requests,
         )
 
     def finish(self) -> None:
-        """Seal the lease."""
-        if self.lease is not None:
-            self.lease.seal()
+        """Seal the lease. If a launch is missing, as after an exception, the requests' tails are void from here on."""
+        if self.lease is None:
+            return
+        self.lease.seal()
+        compressors = self._runtime.geometry.compressors
+        missing = [c for c in compressors if self._launched.get((c.layer, c.kind), 0) != len(self._chunks)]
+        if missing:
+            first = f"layer {missing[0].layer} {missing[0].kind.value}"
+            lost = f"{len(missing)} of {len(compressors)} launches missing, first {first}"
+            why = f"{self.lease.execution} ended with {lost}"
+            self._runtime.void([chunk.request for chunk in self._chunks], why)
 
     def __enter__(self) -> StockExecution:
         return self

@@ -77,23 +77,33 @@ def figure(value: float | int, unit: str, source: Source) -> dict[str, Any]:
     return {"value": value, "unit": unit, "source": source.value}
 
 
+def prepare(folder: Path) -> None:
+    """Make the folder, before minutes are spent on what cannot be written.
+
+    Raises:
+        InputError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".evidence.{os.getpid()}.json"
+        probe.write_text("", encoding="utf-8")
+        probe.unlink()
+    except OSError as error:
+        raise InputError("--out", f"{folder} cannot be written ({error.strerror})", "name another folder") from error
+
+
 def write(folder: Path, evidence: dict[str, Any]) -> Path:
     """Write evidence.json whole or not at all.
 
     Raises:
         ValueError: a section is missing or unknown.
-        InputError: the folder cannot be written.
     """
     if tuple(evidence) != SECTIONS:
         raise ValueError(f"evidence has sections {list(evidence)}, the schema has {list(SECTIONS)}")
     path = folder / "evidence.json"
     partial = folder / f".evidence.{os.getpid()}.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(evidence, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise InputError("--out", f"{folder} cannot be written ({error.strerror})", "name another folder") from error
+    partial.write_text(json.dumps(evidence, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
     return path
 
 

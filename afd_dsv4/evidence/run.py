@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from afd_dsv4.compat.harness import SchedulerProcess, admission_evidence
 from afd_dsv4.compat.stack import installed
 from afd_dsv4.evidence import isolation
-from afd_dsv4.evidence.report import SECTIONS, Check, Point, Source, Verdict, figure, size, table, write
+from afd_dsv4.evidence.report import SECTIONS, Check, Point, Source, Verdict, figure, prepare, size, table, write
 from afd_dsv4.geometry import DEFAULT_STACK, InputError, ModelGeometry, PageLayout, page_layout, preset
 from afd_dsv4.softnpu import launcher, runtime
 from afd_dsv4.workspace.sizing import size_workspace
@@ -105,6 +105,7 @@ class Run:
 def main(options: argparse.Namespace) -> int:
     """Run `afd-dsv4 evidence`. See `cli.py` for the options."""
     source = _source(options.device)
+    prepare(options.out)
     if source is Source.SOFTNPU and not runtime.is_active():
         try:
             libraries = launcher.library_dir()

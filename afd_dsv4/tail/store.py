@@ -14,8 +14,8 @@ follow each other, and it follows the last execution that had its requests' rows
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as ReadOnly
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
@@ -32,6 +32,10 @@ class TailFull(RuntimeError):
     """More requests than tails."""
 
 
+class TailVoid(RuntimeError):
+    """A request's tail is not what its position says: some launches of its last execution never happened."""
+
+
 class UnknownPosition(ValueError):
     """A chunk starts where the request's tail does not end: its history is not there."""
 
@@ -44,6 +48,7 @@ class _Row:
     low: int = 0  # the next start lies in [low, high]
     high: int = 0
     mapped: dict[int, range] = field(default_factory=dict)  # ratio -> logical pages of the tail
+    void: str | None = None  # why the tail must not be read
 
 
 class _Pool:
@@ -120,6 +125,7 @@ class TailStore:
 
         Raises:
             TailFull: more requests than `max_num_seqs`.
+            TailVoid: a request whose tail was declared void.
             UnknownPosition: a start outside what the request's last chunk left open.
         """
         requests = [chunk.request for chunk in chunks]
@@ -133,6 +139,8 @@ class TailStore:
             )
         for chunk in chunks:
             known = self._rows.get(chunk.request, _Row(RowIndex(-1)))
+            if known.void is not None:
+                raise TailVoid(f"request {chunk.request!r} lost its tail: {known.void}; end it and start it anew")
             if not known.low <= chunk.start <= known.high:
                 raise UnknownPosition(
                     f"request {chunk.request!r} starts at {chunk.start}, its tail allows [{known.low}, {known.high}]; "
@@ -162,6 +170,12 @@ class TailStore:
             row.mapped[ratio] = mapping.tail
         starts = np.array([mapping.start for mapping in mappings], np.int32)
         return PageList(shape=shape, chunks=tuple(chunks), columns=columns, ids=ids, starts=starts)
+
+    def void(self, requests: Iterable[RequestId], why: str) -> None:
+        """Declare tails unreadable: launches that should have written them did not happen. Ended requests have none."""
+        for request in requests:
+            if request in self._rows:
+                self._rows[request].void = why
 
     def end(self, request: RequestId) -> RowIndex:
         """Give back a request's row. Its pages stay with the row, whose next request waits for the row's last lease.

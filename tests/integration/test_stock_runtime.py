@@ -22,7 +22,7 @@ from afd_dsv4.evidence.controls import SABOTAGES, SabotagedRuntime
 from afd_dsv4.evidence.memory import measure, planned, scale
 from afd_dsv4.execution.ubatch import cut
 from afd_dsv4.geometry import CompressorKind, ModelGeometry, page_layout
-from afd_dsv4.tail.store import TailFull, UnknownPosition
+from afd_dsv4.tail.store import TailFull, TailVoid, UnknownPosition
 from afd_dsv4.tail.tables import RequestChunk, RequestId
 from afd_dsv4.workspace.arena import Exhausted
 from afd_dsv4.workspace.lease import OrderError
@@ -343,7 +343,7 @@ def test_a_launch_with_a_broken_rule_gives_other_rows(rule) -> None:
 
 def test_refused_plans_give_their_slot_back() -> None:
     world = World(7)
-    world.runtime.begin([RequestChunk(RequestId("a"), 0, 5)]).finish()
+    world.forward({"a": world.request()}, [RequestChunk(RequestId("a"), 0, 5)])
     for chunks, error in (
         ([RequestChunk(RequestId("a"), 7, 9)], UnknownPosition),
         ([RequestChunk(RequestId(n), 0, 5) for n in "wxyz"], TailFull),
@@ -357,6 +357,28 @@ def test_refused_plans_give_their_slot_back() -> None:
         world.runtime.begin([RequestChunk(RequestId("c"), 0, 9)])
     first.finish()
     second.finish()
+
+
+def test_a_request_whose_execution_broke_off_is_failed_by_name_and_can_start_anew() -> None:
+    world = World(10)
+    requests = {name: world.request() for name in "ab"}
+    chunk = RequestChunk(RequestId("a"), 0, 9)
+
+    def break_off() -> None:
+        with world.runtime.begin([chunk]) as execution:
+            world.launch(execution, requests, (chunk,), 0, CompressorKind.C4, slice(0, 1))
+            raise KeyError("the layer above failed")
+
+    with pytest.raises(KeyError):
+        break_off()
+    with pytest.raises(
+        TailVoid, match=r"'a' lost its tail: generation 1 .* 4 of 5 launches missing, first layer 0 c4_ind"
+    ):
+        world.runtime.begin([RequestChunk(RequestId("a"), 9, 12)])
+    world.forward(requests, [RequestChunk(RequestId("b"), 0, 300)])
+    world.runtime.end_request(RequestId("a"))
+    world.forward(requests, [RequestChunk(RequestId("a"), 0, 300)])
+    assert world.different == 0
 
 
 def test_a_launch_after_finish_is_an_error() -> None:

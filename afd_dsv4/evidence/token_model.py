@@ -177,6 +177,7 @@ def model_config(hidden_size: int = 1024) -> Any:
         o_groups=2,
         o_lora_rank=256,
         moe_intermediate_size=128,
+        hc_sinkhorn_iters=5,
         n_routed_experts=4,
         num_experts_per_tok=2,
         index_n_heads=16,  # fewer heads tie at exactly zero after the ReLU

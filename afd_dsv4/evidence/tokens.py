@@ -45,7 +45,7 @@ from afd_dsv4.workspace.identity import Generation
 
 CHUNK_SIZES = (1, 3, 4, 5, 127, 128, 129)
 REQUIRED_SHARE = 0.95
-PROMPT_TOKENS = (389, 130, 253, 5, 171)  # generation takes the first across 391 and 392, the second across 131, ...
+PROMPT_TOKENS = (389, 120, 253, 5, 171)  # the second and the third complete a C128 window while generating
 CONCURRENT = 3
 LARGEST_CHUNK = 200
 FP32_WAIVER = "compressor.fp32"
@@ -542,6 +542,7 @@ def run_token_parity(
             controls=_controls(token_model, truths, make, device, seed, tolerance) if controls else (),
             seconds=time.perf_counter() - began,
         )
+        # Compressed rows are normalised: their RMS is one.
         return replace(report, failures=tuple(_failures(report, row_tolerance=relative)))
 
 

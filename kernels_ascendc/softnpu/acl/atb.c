@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 //
-// libatb.so: libop_plugin_atb links these C++ functions of the Ascend Transformer Boost library. Every one fails (status 1),
-// so an atb operator without a registered body raises. Assembler labels give the mangled names on any ELF processor.
-#define FAILS(alias, mangled)                                             \
+// libatb.so: libop_plugin_atb links these C++ functions of the Ascend Transformer Boost library. Every one fails
+// (status 1), so an atb operator without a registered body raises. Assembler labels give the mangled names on any ELF
+// processor.
+#define FAILS(alias, mangled)                                              \
   __attribute__((visibility("default"))) int alias(void) __asm__(mangled); \
   int alias(void) { return 1; }
 

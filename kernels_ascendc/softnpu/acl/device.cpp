@@ -72,7 +72,8 @@ void print_unreported_errors() {
   std::lock_guard<std::mutex> lock(e.mutex);
   for (const auto& [device, pending] : e.pending)
     for (const auto& message : pending)
-      std::fprintf(stderr, "softnpu: a task of device %d failed and nothing synchronised after it: %s\n", device, message.c_str());
+      std::fprintf(stderr, "softnpu: a task of device %d failed and nothing synchronised after it: %s\n", device,
+                   message.c_str());
 }
 
 int current_device() { return t_device; }
@@ -148,11 +149,19 @@ SOFTNPU_API aclError aclrtGetPrimaryCtxState(int32_t device, uint32_t* flags, in
 }
 SOFTNPU_API aclError aclGetDeviceCapability(uint32_t device, aclDeviceInfo info, int64_t* value) {
   if (const aclError e = check_device(static_cast<int32_t>(device))) return e;
-  switch (info) {  // an Ascend 910B3: 20 AI cores, 40 vector cores, 192 MB L2. Labels only; nothing is timed or tiled by them
-    case ACL_DEVICE_INFO_AI_CORE_NUM: *value = 20; return ACL_SUCCESS;
-    case ACL_DEVICE_INFO_VECTOR_CORE_NUM: *value = 40; return ACL_SUCCESS;
-    case ACL_DEVICE_INFO_L2_SIZE: *value = int64_t{192} << 20; return ACL_SUCCESS;
-    default: return fail(ACL_ERROR_RT_PARAM_INVALID, "unknown device capability");
+  switch (info) {  // an Ascend 910B3: 20 AI cores, 40 vector cores, 192 MB L2. Labels only; nothing is timed or tiled
+                   // by them
+    case ACL_DEVICE_INFO_AI_CORE_NUM:
+      *value = 20;
+      return ACL_SUCCESS;
+    case ACL_DEVICE_INFO_VECTOR_CORE_NUM:
+      *value = 40;
+      return ACL_SUCCESS;
+    case ACL_DEVICE_INFO_L2_SIZE:
+      *value = int64_t{192} << 20;
+      return ACL_SUCCESS;
+    default:
+      return fail(ACL_ERROR_RT_PARAM_INVALID, "unknown device capability");
   }
 }
 SOFTNPU_API aclError aclrtDeviceCanAccessPeer(int32_t* can, int32_t, int32_t) {
@@ -164,4 +173,6 @@ SOFTNPU_API aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode) { return ACL_
 SOFTNPU_API aclError aclrtSetOpExecuteTimeOut(uint32_t) { return ACL_SUCCESS; }
 SOFTNPU_API aclError aclrtSetOpWaitTimeout(uint32_t) { return ACL_SUCCESS; }
 
-SOFTNPU_API void softnpu_inject_error(int32_t device, const char* message) { softnpu::post_device_error(device, message); }
+SOFTNPU_API void softnpu_inject_error(int32_t device, const char* message) {
+  softnpu::post_device_error(device, message);
+}

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 //
-// Events. An ordinary event counts its records (generations): a wait or a synchronisation is for the generation recorded
-// last when it was issued, so recording again never releases an older wait early. An event never recorded is complete, as on
-// the device. An external event (ACL_EVENT_EXTERNAL) is a signal instead: a wait blocks until a record or its own reset, and
-// takes the signal, so one record releases one wait; both may be captured into a graph and then happen at every replay.
+// Events. An ordinary event counts its records (generations): a wait or a synchronisation is for the generation
+// recorded last when it was issued, so recording again never releases an older wait early. An event never recorded is
+// complete, as on the device. An external event (ACL_EVENT_EXTERNAL) is a signal instead: a wait blocks until a record
+// or its own reset, and takes the signal, so one record releases one wait; both may be captured into a graph and then
+// happen at every replay.
 #include <chrono>
 
 #include "runtime.h"
@@ -24,10 +25,14 @@ struct EventState {
   uint64_t recorded = 0, done = 0;
   uint64_t timestamp_us = 0;
   int device = 0;
-  bool signalled = false;          // external events only
-  uint32_t captured_in = 0;        // id of the graph that the last record went into, 0 outside capture
-  std::shared_ptr<Latch> latch;    // that record, for streams of the same capture
+  bool signalled = false;        // external events only
+  uint32_t captured_in = 0;      // id of the graph that the last record went into, 0 outside capture
+  std::shared_ptr<Latch> latch;  // that record, for streams of the same capture
 
+  uint64_t timestamp() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return timestamp_us;
+  }
   template <class Condition>
   void wait(Condition condition) {
     std::unique_lock<std::mutex> lock(mutex);
@@ -182,13 +187,14 @@ SOFTNPU_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
 }
 
 SOFTNPU_API aclError aclrtEventElapsedTime(float* ms, aclrtEvent start, aclrtEvent end) {
-  const auto from = event_of(start)->state->timestamp_us, to = event_of(end)->state->timestamp_us;
-  if (from == 0 || to == 0) return fail(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "an event has not completed a record yet");
+  const uint64_t from = event_of(start)->state->timestamp(), to = event_of(end)->state->timestamp();
+  if (from == 0 || to == 0)
+    return fail(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "an event has not completed a record yet");
   *ms = static_cast<float>(static_cast<int64_t>(to - from)) / 1000.0f;
   return ACL_SUCCESS;
 }
 SOFTNPU_API aclError aclrtEventGetTimestamp(aclrtEvent event, uint64_t* timestamp) {
-  *timestamp = event_of(event)->state->timestamp_us;
+  *timestamp = event_of(event)->state->timestamp();
   return ACL_SUCCESS;
 }
 
@@ -201,10 +207,14 @@ SOFTNPU_API aclError aclrtValueWait(void* address, uint64_t value, uint32_t flag
   stream_of(stream)->push([=] {
     const auto reached = [&](uint64_t now) {
       switch (flag) {
-        case ACL_STREAM_WAIT_VALUE_GEQ: return now >= value;
-        case ACL_STREAM_WAIT_VALUE_EQ: return now == value;
-        case ACL_STREAM_WAIT_VALUE_AND: return (now & value) != 0;
-        default: return ~(now | value) != 0;
+        case ACL_STREAM_WAIT_VALUE_GEQ:
+          return now >= value;
+        case ACL_STREAM_WAIT_VALUE_EQ:
+          return now == value;
+        case ACL_STREAM_WAIT_VALUE_AND:
+          return (now & value) != 0;
+        default:
+          return ~(now | value) != 0;
       }
     };
     while (!reached(__atomic_load_n(static_cast<uint64_t*>(address), __ATOMIC_ACQUIRE)) && !exiting())

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 //
-// Capture and replay. Each captured stream becomes a branch; events between branches become latches. A replay runs the first
-// branch on the replaying stream's thread and every other branch on a worker stream of its own, so a wait that is missing
-// inside a captured region can go wrong at replay, as on the device. Not done: task groups, graph update, conditional nodes.
+// Capture and replay. Each captured stream becomes a branch; events between branches become latches. A replay runs the
+// first branch on the replaying stream's thread and every other branch on a worker stream of its own, so a wait that is
+// missing inside a captured region can go wrong at replay, as on the device. Not done: task groups, graph update,
+// conditional nodes.
 #include <algorithm>
 #include <chrono>
 
@@ -88,7 +89,9 @@ void Graph::add_wait(Branch* branch, std::shared_ptr<Latch> latch) {
 bool Graph::joined() const {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<const Branch*> reached{branches_.front().get()};
-  const auto is_reached = [&](const Branch* b) { return std::find(reached.begin(), reached.end(), b) != reached.end(); };
+  const auto is_reached = [&](const Branch* b) {
+    return std::find(reached.begin(), reached.end(), b) != reached.end();
+  };
   const auto waited_for = [&](const Latch* latch) {
     for (const auto* b : reached)
       for (const auto& node : b->nodes)
@@ -109,7 +112,8 @@ bool Graph::joined() const {
           break;
         }
       }
-      const bool only_waits = std::all_of(b->nodes.begin(), b->nodes.end(), [](const auto& n) { return n.waits != nullptr; });
+      const bool only_waits =
+          std::all_of(b->nodes.begin(), b->nodes.end(), [](const auto& n) { return n.waits != nullptr; });
       if (covered || only_waits) {
         reached.push_back(b.get());
         grew = true;
@@ -171,7 +175,8 @@ SOFTNPU_API aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* out) {
   if (!joined) {
     delete graph;
     *out = nullptr;
-    return fail(ACL_ERROR_RT_STREAM_UNJOINED, "a stream joined the capture and the first stream does not wait for its work");
+    return fail(ACL_ERROR_RT_STREAM_UNJOINED,
+                "a stream joined the capture and the first stream does not wait for its work");
   }
   *out = graph;
   return ACL_SUCCESS;

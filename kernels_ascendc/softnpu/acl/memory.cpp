@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 //
-// Memory: device memory is host memory, counted against SOFTNPU_HBM_MB and filled with a poison byte, so that reading what
-// nothing wrote shows. Large blocks are copy-on-write views of one poisoned file, so that a big pool costs host memory only
-// where it is written. Copies check that their device side lies in one allocation. Not done: expandable segments, IPC.
+// Memory: device memory is host memory, counted against SOFTNPU_HBM_MB and filled with a poison byte, so that reading
+// what nothing wrote shows. Large blocks are copy-on-write views of one poisoned file, so that a big pool costs host
+// memory only where it is written. Copies check that their device side lies in one allocation. Not done: expandable
+// segments, IPC.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -62,7 +63,8 @@ void* map_device_block(size_t bytes) {
   auto* at = static_cast<char*>(base);
   for (size_t left = bytes; left > 0;) {
     const size_t piece = std::min(left, kPoisonFile);
-    if (poison_file() < 0 || mmap(at, piece, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, poison_file(), 0) == MAP_FAILED) {
+    if (poison_file() < 0 || mmap(at, piece, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
+                                  poison_file(), 0) == MAP_FAILED) {
       std::memset(at, settings().poison, left);
       break;
     }
@@ -83,7 +85,8 @@ aclError allocate(void** out, size_t bytes) {
   uint64_t& used = m.used[device];
   const std::string asked = std::to_string(bytes) + " bytes asked, " + std::to_string(used) + " of " +
                             std::to_string(settings().hbm_bytes) + " in use (SOFTNPU_HBM_MB)";
-  if (used + bytes > settings().hbm_bytes) return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "out of device memory: " + asked);
+  if (used + bytes > settings().hbm_bytes)
+    return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "out of device memory: " + asked);
   void* p = map_device_block(mapped);
   if (p == nullptr) return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "out of host memory: " + asked);
   m.device[reinterpret_cast<uintptr_t>(p)] = {bytes, mapped, device};

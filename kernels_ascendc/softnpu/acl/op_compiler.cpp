@@ -44,5 +44,7 @@ SOFTNPU_API aclError aclrtGetSysParamOpt(aclSysParamOpt option, int64_t* value) 
   *value = g_system_parameters[option];
   return ACL_SUCCESS;
 }
-SOFTNPU_API aclError aclrtCtxSetSysParamOpt(aclSysParamOpt option, int64_t value) { return aclrtSetSysParamOpt(option, value); }
+SOFTNPU_API aclError aclrtCtxSetSysParamOpt(aclSysParamOpt option, int64_t value) {
+  return aclrtSetSysParamOpt(option, value);
+}
 SOFTNPU_API aclError aclopSetCompileFlag(aclOpCompileFlag) { return ACL_SUCCESS; }

@@ -18,9 +18,9 @@ extern "C" {
 // An exception thrown by fn becomes an error of the device: the next synchronisation reports it with its text.
 void softnpu_push(void* stream, void (*fn)(void*), void* arg, void (*destroy)(void*));
 
-// Adversarial schedule: before each task of a stream a delay of 0..max_us microseconds, a pure function of (seed, stream
-// id, task index). Seed 0 turns it off. Setting it restarts the task index of every stream.
-// Environment: SOFTNPU_SEED, SOFTNPU_MAX_DELAY_US (default 200).
+// Adversarial schedule: before each task of a stream a delay of 0..max_us microseconds, a pure function of (seed,
+// stream id, task index). Seed 0 turns it off. Setting it restarts the task index of every stream. Environment:
+// SOFTNPU_SEED, SOFTNPU_MAX_DELAY_US (default 200).
 void softnpu_set_schedule(uint64_t seed, uint32_t max_us);
 uint32_t softnpu_schedule_delay_us(uint64_t seed, uint32_t max_us, int32_t stream_id, uint64_t task_index);
 

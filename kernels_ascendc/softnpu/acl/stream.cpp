@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 //
-// Streams: a queue and one worker thread each, started by the first task. Tasks never hold Python's global lock unless they
-// take it themselves, so waiting for a stream while holding that lock is safe for every task queued by this project.
+// Streams: a queue and one worker thread each, started by the first task. Tasks never hold Python's global lock unless
+// they take it themselves, so waiting for a stream while holding that lock is safe for every task queued by this
+// project.
 #include <chrono>
 #include <cstdlib>
 #include <set>
@@ -17,7 +18,7 @@ namespace {
 
 struct Registry {
   std::mutex mutex;
-  std::set<Stream*> all;  // graph workers included, so that exit can join them
+  std::set<Stream*> all;      // graph workers included, so that exit can join them
   std::set<Stream*> visible;  // made by aclrtCreateStream or as a default stream
   std::map<int, Stream*> defaults;
 };
@@ -188,7 +189,8 @@ using namespace softnpu;
 
 namespace {
 aclError captured_error(const char* what) {
-  return fail(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, std::string(what) + " is not allowed while the stream is capturing");
+  return fail(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT,
+              std::string(what) + " is not allowed while the stream is capturing");
 }
 }  // namespace
 
@@ -229,17 +231,21 @@ SOFTNPU_API aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus* sta
 SOFTNPU_API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout_ms) {
   auto* stream = stream_of(handle);
   if (stream->branch() != nullptr) return captured_error("a stream synchronisation");
-  if (!stream->synchronize(timeout_ms)) return fail(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT, "stream synchronisation timed out");
+  if (!stream->synchronize(timeout_ms))
+    return fail(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT, "stream synchronisation timed out");
   return take_device_error(stream->device());
 }
-SOFTNPU_API aclError aclrtSynchronizeStream(aclrtStream stream) { return aclrtSynchronizeStreamWithTimeout(stream, -1); }
+SOFTNPU_API aclError aclrtSynchronizeStream(aclrtStream stream) {
+  return aclrtSynchronizeStreamWithTimeout(stream, -1);
+}
 SOFTNPU_API aclError aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
   const int device = device_or_default();
   const auto streams = streams_of_device(device);
   for (auto* stream : streams)
     if (stream->branch() != nullptr) return captured_error("a device synchronisation");
   for (auto* stream : streams)
-    if (!stream->synchronize(timeout_ms)) return fail(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT, "device synchronisation timed out");
+    if (!stream->synchronize(timeout_ms))
+      return fail(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT, "device synchronisation timed out");
   return take_device_error(device);
 }
 SOFTNPU_API aclError aclrtSynchronizeDevice() { return aclrtSynchronizeDeviceWithTimeout(-1); }

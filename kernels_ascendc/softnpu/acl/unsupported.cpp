@@ -7,9 +7,10 @@
 
 #include "runtime.h"
 
-SOFTNPU_API aclError aclopCompileAndExecute(const char* op, int, const aclTensorDesc* const[], const aclDataBuffer* const[], int,
-                                            const aclTensorDesc* const[], aclDataBuffer* const[], const aclopAttr*, aclopEngineType,
-                                            aclopCompileType, const char*, aclrtStream) {
+SOFTNPU_API aclError aclopCompileAndExecute(const char* op, int, const aclTensorDesc* const[],
+                                            const aclDataBuffer* const[], int, const aclTensorDesc* const[],
+                                            aclDataBuffer* const[], const aclopAttr*, aclopEngineType, aclopCompileType,
+                                            const char*, aclrtStream) {
   return softnpu::fail(ACL_ERROR_FEATURE_UNSUPPORTED,
                        std::string("the device operator ") + op + " has no body on the software NPU");
 }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 //
-// The rest of what torch_npu 2.13 links, by name. C and no ACL header, so that a name can stand without its parameters, which
-// nothing here reads (the calling conventions of x86-64 and AArch64 allow that). A call that would have to do something fails
-// and says its name; profiling, dumps and the parts of an operator's description that only feed a failing call do nothing.
+// The rest of what torch_npu 2.13 links, by name. C and no ACL header, so that a name can stand without its parameters,
+// which nothing here reads (the calling conventions of x86-64 and AArch64 allow that). A call that would have to do
+// something fails and says its name; profiling, dumps and the parts of an operator's description that only feed a
+// failing call do nothing.
 #define EXPORT __attribute__((visibility("default")))
 
 long softnpu_not_supported(const char* name);

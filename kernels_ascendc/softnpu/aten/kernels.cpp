@@ -29,7 +29,8 @@ bool on_device(const at::Tensor& t) { return t.defined() && t.is_privateuseone()
 
 // Operators that take host tensors (indices) beside device tensors; for the rest that is a mistake of the caller.
 bool takes_host_tensors(const std::string& name) {
-  static const std::unordered_set<std::string> names{"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_",
+  static const std::unordered_set<std::string> names{"aten::index",         "aten::index_put",
+                                                     "aten::index_put_",    "aten::_index_put_impl_",
                                                      "aten::_unsafe_index", "aten::_unsafe_index_put"};
   return names.count(name) != 0;
 }
@@ -42,9 +43,9 @@ OperatorHandle cpu_equivalent(const OperatorHandle& op) {
 
 // Operators whose meta kernel promises other shapes than the CPU kernel gives: they wait for the stream.
 bool meta_misleads(const std::string& name) {
-  static const std::unordered_set<std::string> names{"aten::native_batch_norm",           "aten::_native_batch_norm_legit",
-                                                     "aten::_batch_norm_with_update",     "aten::_embedding_bag",
-                                                     "aten::_embedding_bag_forward_only", "aten::_native_batch_norm_legit_no_training"};
+  static const std::unordered_set<std::string> names{
+      "aten::native_batch_norm", "aten::_native_batch_norm_legit",    "aten::_batch_norm_with_update",
+      "aten::_embedding_bag",    "aten::_embedding_bag_forward_only", "aten::_native_batch_norm_legit_no_training"};
   return names.count(name) != 0;
 }
 
@@ -70,13 +71,16 @@ IValue map_value(const IValue& value, c10::DeviceType device, const TensorFn& te
 struct Call {
   const OperatorHandle cpu_op;  // what the CPU and meta kernels are asked for; mostly the operator itself
   const c10::FunctionSchema& schema;
-  std::string name;              // "aten::add"
-  std::string full_name;         // "aten::add.Tensor"
+  std::string name;       // "aten::add"
+  std::string full_name;  // "aten::add.Tensor"
   std::vector<IValue> arguments;
   c10::Device device{c10::DeviceType::PrivateUse1, -1};
 
   Call(const OperatorHandle& handle, Stack* stack)
-      : cpu_op(cpu_equivalent(handle)), schema(handle.schema()), name(schema.name()), full_name(c10::toString(handle.operator_name())) {
+      : cpu_op(cpu_equivalent(handle)),
+        schema(handle.schema()),
+        name(schema.name()),
+        full_name(c10::toString(handle.operator_name())) {
     arguments = torch::jit::pop(*stack, schema.arguments().size());
     check_devices();
   }
@@ -94,7 +98,8 @@ struct Call {
     each_tensor([&](const at::Tensor& t) {
       if (!t.is_privateuseone()) return;
       if (device.index() < 0) device = t.device();
-      TORCH_CHECK(t.device() == device, full_name, ": expected all tensors on the same device, found ", device, " and ", t.device());
+      TORCH_CHECK(t.device() == device, full_name, ": expected all tensors on the same device, found ", device, " and ",
+                  t.device());
     });
     if (device.index() < 0) {
       for (const IValue& value : arguments)
@@ -120,7 +125,8 @@ struct Call {
     for (const auto& r : schema.returns()) {
       const auto& type = *r.type();
       if (type.kind() == c10::TypeKind::TensorType) continue;
-      if (type.kind() == c10::TypeKind::ListType && type.cast<c10::ListType>()->getElementType()->kind() == c10::TypeKind::TensorType)
+      if (type.kind() == c10::TypeKind::ListType &&
+          type.cast<c10::ListType>()->getElementType()->kind() == c10::TypeKind::TensorType)
         continue;
       return false;
     }
@@ -139,7 +145,8 @@ struct Call {
   }
 };
 
-// A CPU generator for one call, seeded by the device generator, whose offset moves on: torch.npu.manual_seed repeats a run.
+// A CPU generator for one call, seeded by the device generator, whose offset moves on: torch.npu.manual_seed repeats a
+// run.
 at::Generator cpu_generator(const Call& call, const IValue& given) {
   at::Generator device_generator =
       given.isNone() ? at::globalContext().defaultGenerator(call.device) : given.toGenerator();
@@ -155,17 +162,19 @@ Stack cpu_arguments(const Call& call, Aliases& aliases, bool snapshot_host_tenso
   for (size_t i = 0; i < call.arguments.size(); ++i) {
     const IValue& value = call.arguments[i];
     const auto& type = *call.schema.arguments()[i].type();
-    const bool generator = type.kind() == c10::TypeKind::GeneratorType ||
-                           (type.kind() == c10::TypeKind::OptionalType &&
-                            type.castRaw<c10::OptionalType>()->getElementType()->kind() == c10::TypeKind::GeneratorType);
+    const bool generator =
+        type.kind() == c10::TypeKind::GeneratorType ||
+        (type.kind() == c10::TypeKind::OptionalType &&
+         type.castRaw<c10::OptionalType>()->getElementType()->kind() == c10::TypeKind::GeneratorType);
     if (generator) {
       mapped.emplace_back(cpu_generator(call, value));
       continue;
     }
     mapped.push_back(map_value(value, c10::DeviceType::CPU, [&](const at::Tensor& t) -> at::Tensor {
       if (on_device(t)) return aliases.of(t);
-      // The caller may change a host tensor before the queued kernel reads it. It may also have a Python object, which the
-      // stream's thread could only release with Python's global lock: a deadlock when the lock's holder waits for the stream.
+      // The caller may change a host tensor before the queued kernel reads it. It may also have a Python object, which
+      // the stream's thread could only release with Python's global lock: a deadlock when the lock's holder waits for
+      // the stream.
       if (t.defined() && snapshot_host_tensors) {
         at::Tensor copy = t.clone();
         if (t.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -184,7 +193,8 @@ bool shape_depends_on_data(const Call& call) {
   // Indexing has a dynamic shape only with masks.
   bool masks = false;
   for (const std::optional<at::Tensor>& index : call.arguments[1].toOptionalTensorVector())
-    masks |= index.has_value() && index->defined() && (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte);
+    masks |= index.has_value() && index->defined() &&
+             (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte);
   return masks;
 }
 
@@ -221,12 +231,15 @@ at::Tensor allocate_like(const at::Tensor& t, c10::Device device) {
 
 // Writes a CPU result into the device result. The meta kernel promised the layout; a broken promise must not pass.
 void store(const at::Tensor& target, const at::Tensor& value) {
-  TORCH_CHECK(value.defined() == target.defined(), "the meta kernel and the CPU kernel disagree about an undefined result");
+  TORCH_CHECK(value.defined() == target.defined(),
+              "the meta kernel and the CPU kernel disagree about an undefined result");
   if (!value.defined()) return;
   // The device keeps statistics in FP32 where the CPU has them in the input's type: widening loses nothing.
-  const bool widens = target.is_floating_point() && value.is_floating_point() && target.element_size() > value.element_size();
-  TORCH_CHECK(target.sizes() == value.sizes() && (target.dtype() == value.dtype() || widens), "the meta kernel promised ", target.sizes(), " ",
-              target.dtype(), ", the CPU kernel gave ", value.sizes(), " ", value.dtype());
+  const bool widens =
+      target.is_floating_point() && value.is_floating_point() && target.element_size() > value.element_size();
+  TORCH_CHECK(target.sizes() == value.sizes() && (target.dtype() == value.dtype() || widens),
+              "the meta kernel promised ", target.sizes(), " ", target.dtype(), ", the CPU kernel gave ", value.sizes(),
+              " ", value.dtype());
   target.copy_(value);
 }
 
@@ -242,8 +255,8 @@ std::vector<at::Tensor> flat_tensors(const Stack& values) {
   return flat;
 }
 
-// New results are on the device now, and get their contents when the stream gets there; written arguments are returned. Out
-// arguments take the shape that the meta kernel gave theirs.
+// New results are on the device now, and get their contents when the stream gets there; written arguments are returned.
+// Out arguments take the shape that the meta kernel gave theirs.
 void queue(const Call& call, const CurrentStream& stream, const Stack& metas, Stack* stack) {
   Aliases aliases;
   auto targets = std::make_shared<std::vector<at::Tensor>>();  // CPU views of the new results
@@ -252,7 +265,8 @@ void queue(const Call& call, const CurrentStream& stream, const Stack& metas, St
     const int argument = call.returned_argument(i);
     if (argument >= 0) {
       const IValue& written = call.arguments[argument];
-      if (written.isTensor() && call.schema.arguments()[argument].is_out() && written.toTensor().sizes() != metas[i].toTensor().sizes())
+      if (written.isTensor() && call.schema.arguments()[argument].is_out() &&
+          written.toTensor().sizes() != metas[i].toTensor().sizes())
         written.toTensor().resize_(metas[i].toTensor().sizes());
       stack->push_back(written);
       continue;
@@ -279,7 +293,8 @@ void queue(const Call& call, const CurrentStream& stream, const Stack& metas, St
       Stack fresh;
       for (size_t i : *sources) fresh.push_back(values[i]);
       const auto results = flat_tensors(fresh);
-      TORCH_CHECK(results.size() == targets->size(), "the meta kernel and the CPU kernel disagree about the number of results");
+      TORCH_CHECK(results.size() == targets->size(),
+                  "the meta kernel and the CPU kernel disagree about the number of results");
       for (size_t i = 0; i < results.size(); ++i) store((*targets)[i], results[i]);
     } catch (const c10::Error& e) {
       failed(e.what_without_backtrace());
@@ -291,7 +306,8 @@ void queue(const Call& call, const CurrentStream& stream, const Stack& metas, St
 
 // The last resort: wait for the stream, run in the caller, copy the results to the device.
 void run_now(const Call& call, const CurrentStream& stream, Stack* stack) {
-  TORCH_CHECK(!stream.capturing(), call.full_name, " cannot be captured: its result depends on data, or it has no meta kernel");
+  TORCH_CHECK(!stream.capturing(), call.full_name,
+              " cannot be captured: its result depends on data, or it has no meta kernel");
   stream.synchronize(call.full_name);
   Aliases aliases;
   Stack values = cpu_arguments(call, aliases, false);
@@ -345,7 +361,8 @@ at::Tensor Aliases::of(const at::Tensor& t) {
                       c10::DataPtr(const_cast<void*>(impl->data()), c10::Device(c10::kCPU)), nullptr, false);
     found = storages_.emplace(impl, std::move(view)).first;
   }
-  alias = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(found->second), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
+  alias = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(found->second),
+                                                   c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
   auto* made = alias.unsafeGetTensorImpl();
   made->set_storage_offset(t.storage_offset());
   made->set_sizes_and_strides(t.sizes(), t.strides());
@@ -375,9 +392,10 @@ void run_on_cpu(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
 }
 
 void raise_by_name(const OperatorHandle& op, c10::DispatchKeySet, Stack*) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, c10::toString(op.operator_name()),
-                              " has no body on the software NPU: no CPU kernel stands in for this device operator. Register one for "
-                              "PrivateUse1 (kernels_ascendc/softnpu/ops shows how), or run it on the CPU.");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, c10::toString(op.operator_name()),
+      " has no body on the software NPU: no CPU kernel stands in for this device operator. Register one for "
+      "PrivateUse1 (kernels_ascendc/softnpu/ops shows how), or run it on the CPU.");
 }
 
 uint64_t queued_calls() { return g_queued; }

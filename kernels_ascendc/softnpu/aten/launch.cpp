@@ -11,7 +11,8 @@
 namespace softaten {
 
 CurrentStream::CurrentStream(c10::DeviceIndex device)
-    : stream_(c10_npu::getCurrentNPUStream(device).unwrap()), handle_(c10_npu::getCurrentNPUStream(device).stream(true)) {}
+    : stream_(c10_npu::getCurrentNPUStream(device).unwrap()),
+      handle_(c10_npu::getCurrentNPUStream(device).stream(true)) {}
 
 void CurrentStream::push(std::function<void()> task) const {
   softnpu_push(

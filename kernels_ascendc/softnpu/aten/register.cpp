@@ -25,15 +25,16 @@ using c10::OperatorHandle;
 // Allocation, storage and host-side queries: right as they are, because they need no device operator.
 const std::set<std::string>& native_names() {
   static const std::set<std::string> names{
-      "aten::empty", "aten::empty_strided", "aten::new_empty_strided", "aten::as_strided", "aten::resize_", "aten::resize_as_",
-      "aten::_resize_output_", "aten::set_", "aten::set_data", "aten::is_set_to", "aten::record_stream", "aten::is_pinned",
-      "aten::pin_memory", "aten::_pin_memory", "aten::_local_scalar_dense", "aten::_has_compatible_shallow_copy_type",
-      "aten::_copy_from", "aten::_copy_from_and_resize", "aten::copy_",
+      "aten::empty", "aten::empty_strided", "aten::new_empty_strided", "aten::as_strided", "aten::resize_",
+      "aten::resize_as_", "aten::_resize_output_", "aten::set_", "aten::set_data", "aten::is_set_to",
+      "aten::record_stream", "aten::is_pinned", "aten::pin_memory", "aten::_pin_memory", "aten::_local_scalar_dense",
+      "aten::_has_compatible_shallow_copy_type", "aten::_copy_from", "aten::_copy_from_and_resize", "aten::copy_",
       // npu: formats, shapes and settings; what they lead to on the device fails by itself
-      "npu::get_npu_format", "npu::get_storage_size", "npu::npu_format_cast", "npu::npu_format_cast_", "npu::_npu_format_cast",
-      "npu::empty_with_format", "npu::unsafe_empty_with_format", "npu::empty_with_swapped_memory", "npu::npu_change_data_ptr",
-      "npu::copy_memory_", "npu::npu_reshape", "npu::npu_prefetch", "npu::set_op_timeout_ms", "npu::super_kernel_scope_begin",
-      "npu::super_kernel_scope_end", "npu::attention_worker_scheduler", "npu::attention_worker_scheduler_", "npu::ffn_worker_scheduler",
+      "npu::get_npu_format", "npu::get_storage_size", "npu::npu_format_cast", "npu::npu_format_cast_",
+      "npu::_npu_format_cast", "npu::empty_with_format", "npu::unsafe_empty_with_format",
+      "npu::empty_with_swapped_memory", "npu::npu_change_data_ptr", "npu::copy_memory_", "npu::npu_reshape",
+      "npu::npu_prefetch", "npu::set_op_timeout_ms", "npu::super_kernel_scope_begin", "npu::super_kernel_scope_end",
+      "npu::attention_worker_scheduler", "npu::attention_worker_scheduler_", "npu::ffn_worker_scheduler",
       "npu::ffn_worker_scheduler_"};
   return names;
 }
@@ -51,13 +52,15 @@ void redirect(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
 }
 
 struct Registrar {
-  std::map<std::string, std::unique_ptr<torch::Library>> libraries;  // kept for ever: dropping one undoes its registrations
+  std::map<std::string, std::unique_ptr<torch::Library>>
+      libraries;  // kept for ever: dropping one undoes its registrations
   int64_t on_cpu = 0, composite = 0, raising = 0;
 
   void impl(const OperatorHandle& op, DispatchKey key, torch::CppFunction function) {
     const std::string ns = op.schema().getNamespace().has_value() ? std::string(*op.schema().getNamespace()) : "aten";
     auto& library = libraries[ns];
-    if (library == nullptr) library = std::make_unique<torch::Library>(torch::Library::IMPL, ns, std::nullopt, __FILE__, __LINE__);
+    if (library == nullptr)
+      library = std::make_unique<torch::Library>(torch::Library::IMPL, ns, std::nullopt, __FILE__, __LINE__);
     library->impl(c10::toString(op.operator_name()).c_str(), torch::dispatch(key, std::move(function)));
   }
 
@@ -70,7 +73,8 @@ struct Registrar {
     if (!aten) {
       if (!own || (name.rfind("npu::", 0) != 0 && name.rfind("atb::", 0) != 0)) return;
       // Shape functions compute on the host.
-      if (name.find("_infer_output") != std::string::npos || name.find("_get_max_workspace") != std::string::npos) return;
+      if (name.find("_infer_output") != std::string::npos || name.find("_get_max_workspace") != std::string::npos)
+        return;
       impl(op, DispatchKey::PrivateUse1, torch::CppFunction::makeFromBoxedFunction<&raise_by_name>());
       ++raising;
       return;
@@ -78,7 +82,8 @@ struct Registrar {
     if (op.hasKernelForDispatchKey(DispatchKey::CPU) || name == "aten::convolution_overrideable") {
       impl(op, DispatchKey::PrivateUse1, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
       if (own_autograd && op.hasKernelForDispatchKey(DispatchKey::Autograd))
-        impl(op, DispatchKey::AutogradPrivateUse1, torch::CppFunction::makeFromBoxedFunction<&redirect<DispatchKey::Autograd>>());
+        impl(op, DispatchKey::AutogradPrivateUse1,
+             torch::CppFunction::makeFromBoxedFunction<&redirect<DispatchKey::Autograd>>());
       ++on_cpu;
     } else if (!own && !own_autograd) {
       return;
@@ -91,7 +96,8 @@ struct Registrar {
       impl(op, DispatchKey::PrivateUse1,
            torch::CppFunction::makeFromBoxedFunction<&redirect<DispatchKey::CompositeExplicitAutograd>>());
       if (own_autograd && op.hasKernelForDispatchKey(DispatchKey::Autograd))
-        impl(op, DispatchKey::AutogradPrivateUse1, torch::CppFunction::makeFromBoxedFunction<&redirect<DispatchKey::Autograd>>());
+        impl(op, DispatchKey::AutogradPrivateUse1,
+             torch::CppFunction::makeFromBoxedFunction<&redirect<DispatchKey::Autograd>>());
       ++composite;
     } else if (op.hasComputedKernelForDispatchKey(DispatchKey::CPU)) {
       impl(op, DispatchKey::PrivateUse1, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 //
-// Problem: device memory is host memory here, but torch_npu's aten kernels are device operators that do not exist without
-// CANN. Way: every aten operator that has a CPU kernel is registered again for "npu" as one boxed function. It works out the
-// result's shape with the meta kernel, allocates the result on the device, and queues the CPU kernel, on CPU views of the
-// device memory, on the current stream: asynchronous, ordered with events, recorded by a graph capture, and without Python's
-// global lock. An operator whose result shape depends on data, or that has no meta kernel, waits for the stream first.
-// As on the device, queued work does not keep device tensors alive: torch's caching allocator reuses memory in stream order.
-// Not done: internal (NZ) formats, sparse and quantised tensors, device random number streams (results are seeded by the
-// device generator but drawn by the CPU generator).
+// Problem: device memory is host memory here, but torch_npu's aten kernels are device operators that do not exist
+// without CANN. Way: every aten operator that has a CPU kernel is registered again for "npu" as one boxed function. It
+// works out the result's shape with the meta kernel, allocates the result on the device, and queues the CPU kernel, on
+// CPU views of the device memory, on the current stream: asynchronous, ordered with events, recorded by a graph
+// capture, and without Python's global lock. An operator whose result shape depends on data, or that has no meta
+// kernel, waits for the stream first. As on the device, queued work does not keep device tensors alive: torch's caching
+// allocator reuses memory in stream order. Not done: internal (NZ) formats, sparse and quantised tensors, device random
+// number streams (results are seeded by the device generator but drawn by the CPU generator).
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -204,6 +204,28 @@ def test_a_host_scalar_is_read_when_the_operator_is_called(gate: Gate) -> None:
     assert torch.equal(x.cpu(), torch.ones(4))
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_freed_memory_is_reused_in_stream_order_so_another_stream_needs_record_stream(
+    gate: Gate, recorded: bool
+) -> None:
+    side, out = torch.npu.Stream(), torch.zeros(1 << 16).npu()
+    x = torch.ones(1 << 16, device="npu")
+    torch.npu.synchronize()
+    gate.hold(side)
+    with torch.npu.stream(side):
+        out.copy_(x)
+    if recorded:
+        x.record_stream(side)
+    address = x.data_ptr()
+    del x
+    y = torch.full((1 << 16,), 9.0, device="npu")
+    torch.npu.current_stream().synchronize()
+    assert (y.data_ptr() == address) == (not recorded)
+    gate.open()
+    side.synchronize()
+    assert torch.equal(out.cpu(), torch.full((1 << 16,), 1.0 if recorded else 9.0))
+
+
 def test_a_host_function_runs_in_stream_order(gate: Gate) -> None:
     seen: list[str] = []
     side = torch.npu.Stream()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,9 +103,20 @@ def write(folder: Path, evidence: dict[str, Any]) -> Path:
         raise ValueError(f"evidence has sections {list(evidence)}, the schema has {list(SECTIONS)}")
     path = folder / "evidence.json"
     partial = folder / f".evidence.{os.getpid()}.json"
-    partial.write_text(json.dumps(evidence, indent=2) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(_strict(evidence), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     partial.replace(path)
     return path
+
+
+def _strict(value: Any) -> Any:
+    """JSON has no infinity and no NaN; a failed comparison may. They become strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _strict(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(inner) for inner in value]
+    return value
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

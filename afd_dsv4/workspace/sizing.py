@@ -43,7 +43,7 @@ class WorkspaceSizes:
         spare_bytes: spare pages of one layer of the largest batch, times slots.
         list_bytes: page lists of all layers on the device, times slots.
         table_bytes: wide state tables of all slots, and the all-zero one that forwards without an execution get.
-        staging_bytes: the rest of a slot on the device (cells, re-based starts; no layer in it), times slots; idle starts.
+        staging_bytes: the rest of a slot on the device (cells, re-based starts: no layer in it), times slots.
         host_bytes: pinned host memory behind lists and staging, all ring entries.
         slots: number of workspace slots.
     """

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""The evidence file: whole or not at all, strict JSON, and verdicts that follow the checks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from afd_dsv4.evidence.report import SECTIONS, Source, Verdict, figure, prepare, size, table, write
+from afd_dsv4.geometry import InputError
+
+
+def evidence(**changed: object) -> dict[str, object]:
+    return {**dict.fromkeys(SECTIONS, 0), **changed}
+
+
+def test_the_file_holds_every_section_in_order_and_nothing_else_is_left(tmp_path: Path) -> None:
+    path = write(tmp_path, evidence(batch=figure(3, "rows", Source.SOFTNPU)))
+    assert list(json.loads(path.read_text())) == list(SECTIONS)
+    assert json.loads(path.read_text())["batch"] == {"value": 3, "unit": "rows", "source": "softnpu"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["evidence.json"]
+
+
+@pytest.mark.parametrize("sections", [{}, {"surplus": 1}])
+def test_a_missing_or_unknown_section_is_an_error_and_writes_nothing(
+    tmp_path: Path, sections: dict[str, object]
+) -> None:
+    given = {**evidence(), **sections}
+    if not sections:
+        del given["order"]
+    with pytest.raises(ValueError, match="the schema has"):
+        write(tmp_path, given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_infinity_and_nan_become_strings(tmp_path: Path) -> None:
+    path = write(tmp_path, evidence(parity={"a": [float("inf"), float("nan"), 1.5]}))
+    assert json.loads(path.read_text(), parse_constant=pytest.fail)["parity"] == {"a": ["inf", "nan", 1.5]}
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written"):
+        prepare(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0 B"), (1023, "1,023 B"), (1 << 20, "1.0 MiB"), (3 << 29, "1.50 GiB"), (1536, "1.5 KiB")]
+)
+def test_sizes_are_written_for_people(value: int, text: str) -> None:
+    assert size(value) == text
+
+
+def test_a_table_lines_up_and_rules_off() -> None:
+    assert table([("a", "bb"), (), ("ccc", "d")]) == "a    bb\n-------\nccc   d"
+
+
+def run_with(source: Source, checks: dict[str, bool]):
+    torch = pytest.importorskip("torch")
+    from afd_dsv4.evidence.run import Run
+    from afd_dsv4.geometry import page_layout, preset
+
+    run = Run(source, torch.device("cpu"), preset("flash"), page_layout("vllm-ascend-0.23.0", 128), 32768)
+    for name, passed in checks.items():
+        run.check(name, passed, "x", "y")
+    return run
+
+
+ALL = dict.fromkeys(["tokens", "rows", "order", "launched", "table rule", "memory", "isolation", "admission"], True)
+
+
+def test_on_the_software_npu_what_needs_a_target_stack_is_never_passed() -> None:
+    from afd_dsv4.evidence.run import _points
+
+    verdicts = {point.number: point.verdict for point in _points(run_with(Source.SOFTNPU, ALL))}
+    assert verdicts == {
+        1: Verdict.PASS,
+        2: Verdict.PASS,
+        3: Verdict.NOT_SHOWN_HERE,
+        4: Verdict.PASS,
+        5: Verdict.NOT_SHOWN_HERE,
+        6: Verdict.PASS,
+        7: Verdict.NOT_SHOWN_HERE,
+    }
+
+
+@pytest.mark.parametrize(
+    ("broken", "points"),
+    [
+        ("tokens", {1}),
+        ("rows", {1, 2, 7}),
+        ("order", {2, 3}),
+        ("launched", {2}),
+        ("table rule", {2}),
+        ("memory", {4}),
+        ("isolation", {6}),
+        ("admission", {7}),
+    ],
+)
+def test_a_failed_check_fails_every_point_that_rests_on_it(broken: str, points: set[int]) -> None:
+    from afd_dsv4.evidence.run import _points
+
+    run = run_with(Source.SOFTNPU, {**ALL, broken: False})
+    assert {point.number for point in _points(run) if point.verdict is Verdict.FAIL} == points
+
+
+def test_a_point_without_a_check_fails() -> None:
+    from afd_dsv4.evidence.run import _points
+
+    run = run_with(Source.SOFTNPU, {name: True for name in ALL if name != "memory"})
+    assert {point.number for point in _points(run) if point.verdict is Verdict.FAIL} == {4}

@@ -230,7 +230,7 @@ def _rows(run: Run) -> None:
             peak = run.module.max_memory_allocated()
             print(f"      {where}: {_words(compared)}, {result.seconds:.1f} s", flush=True)
             del result
-        _memory(run, plugin, seqs, native_layer=largest, held=held, activations=peak - before - held)
+        _memory(run, plugin, seqs, native_layer=largest, held=held, inputs=before, peak=peak)
         run.evidence["parity"] = {"rows": parity, "rows_total": _comparison(total, run.source)}
         counters = asdict(plugin.arena.counters)
         run.evidence["order"] = {
@@ -362,7 +362,7 @@ def _sabotage(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def _memory(run: Run, plugin: Any, seqs: int, *, native_layer: int, held: int, activations: int) -> None:
+def _memory(run: Run, plugin: Any, seqs: int, *, native_layer: int, held: int, inputs: int, peak: int) -> None:
     """Item d: what the runtime holds, by class, against the sizing expression, and what native would need."""
     from afd_dsv4.evidence import memory
 
@@ -379,14 +379,21 @@ def _memory(run: Run, plugin: Any, seqs: int, *, native_layer: int, held: int, a
         run.check(
             "memory: tails, spares, staging, lists", bounded <= STATE_LIMIT, f"<= {size(STATE_LIMIT)}", size(bounded)
         )
+    hbm = int(run.module.mem_get_info()[1])
+    fits = _fits(run, payload)
+    if payload > hbm:
+        run.check("memory: native state of all layers", not fits, f"out of memory in {size(hbm)}", f"fits: {fits}")
+        print(f"      native state of all layers at once: {size(payload)}, out of memory in {size(hbm)}", flush=True)
     run.evidence["memory"] = {
+        "hbm": figure(hbm, "bytes", run.source),
+        "native_state_payload_fits": fits,
         "native_state_payload": figure(payload, "bytes", Source.PLAN),
         "native_largest_layer_allocated": figure(native_layer, "bytes", run.source),
         **{f"plugin_{name}": figure(value, "bytes", run.source) for name, value in measured.items()},
         "plugin_tails_spares_staging_lists": figure(bounded, "bytes", run.source),
         "plugin_held_by_the_allocator": figure(held, "bytes", run.source),
-        "activations_peak": figure(activations, "bytes", run.source),
-        "device_peak": figure(_device_peak(run), "bytes", run.source),
+        "activations_peak": figure(peak - inputs - held, "bytes", run.source),
+        "device_peak": figure(peak, "bytes", run.source),
         "tail_bytes_per_request": figure(sizes.tail_bytes_per_request, "bytes", Source.PLAN),
         "slot_bytes": figure(sizes.slot_bytes, "bytes", Source.PLAN),
     }
@@ -399,8 +406,15 @@ def _memory(run: Run, plugin: Any, seqs: int, *, native_layer: int, held: int, a
     ]
 
 
-def _device_peak(run: Run) -> int:
-    return int(run.module.max_memory_allocated()) if run.source is Source.NPU else runtime.device_peak_bytes()
+def _fits(run: Run, count: int) -> bool:
+    """Whether the device's allocator grants that many bytes now."""
+    import torch
+
+    try:
+        torch.empty(count, dtype=torch.uint8, device=run.device)
+    except torch.OutOfMemoryError:
+        return False
+    return True
 
 
 def _memory_scaling(run: Run) -> None:

@@ -11,7 +11,7 @@
 #
 # Environment:
 #   PYTHON       interpreter to use; otherwise the first of python3.11, python3.12, python3.10, python3 that fits
-#   TORCH_INDEX  extra package index for torch: give PyTorch's CPU index where yours serves torch with CUDA (3 GB more)
+#   TORCH_INDEX  index to take the CPU build of torch from where the configured one has none; otherwise PyTorch's own
 #   CXX, CC      C++ and C compilers, otherwise g++ and gcc
 set -euo pipefail
 
@@ -141,7 +141,13 @@ digest() { { echo "$version $machine"; cat "$here/setup.sh" "$@"; } | sha256sum 
 # A .venv without pip is what an interrupted first step leaves.
 make_venv() { has_pip || "$python" -m venv --clear "$venv"; }
 
-install_torch() { "${pip[@]}" ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r "$here/torch.txt"; }
+# Beside a torch with CUDA, torch-npu 2.13.0 aborts when it is imported ("Duplicated key 'pinned_reserve_segment_size_mb'"),
+# and the default index serves that build. So the CPU build is asked for by name, wherever pip is told to look first.
+install_torch() {
+    "${pip[@]}" --no-deps torch==2.13.0+cpu ||
+        "${pip[@]}" --no-deps --index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" torch==2.13.0+cpu
+    "${pip[@]}" -r "$here/torch.txt"
+}
 
 # VLLM_VERSION_OVERRIDE: otherwise the version becomes 0.23.0+empty and pip refuses its own archive. CARGO_NET_OFFLINE:
 # the Rust front end is optional and fails at once this way. No build isolation: its setup.py imports torch.

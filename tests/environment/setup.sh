@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 #
-# Makes .venv (the exact test environment: real vLLM, vllm-ascend and torch-npu, no NPU, no CANN) and builds the software
-# NPU into build/softnpu.
+# Makes .venv (the exact test environment: real vLLM, vllm-ascend and torch-npu, no NPU, no CANN) and builds the
+# software NPU into build/softnpu.
 #
 # Every step leaves a stamp that holds the hash of what went into it: a second run takes about a second, a run after a
 # failure goes on where the last one stopped, and a changed requirement file runs its step again. Everything is checked
@@ -141,8 +141,9 @@ digest() { { echo "$version $machine"; cat "$here/setup.sh" "$@"; } | sha256sum 
 # A .venv without pip is what an interrupted first step leaves.
 make_venv() { has_pip || "$python" -m venv --clear "$venv"; }
 
-# Beside a torch with CUDA, torch-npu 2.13.0 aborts when it is imported ("Duplicated key 'pinned_reserve_segment_size_mb'"),
-# and the default index serves that build. So the CPU build is asked for by name, wherever pip is told to look first.
+# Beside a torch with CUDA, torch-npu 2.13.0 aborts when it is imported ("Duplicated key
+# 'pinned_reserve_segment_size_mb'"), and the default index serves that build. So the CPU build is asked for by name,
+# first wherever pip is told to look.
 install_torch() {
     "${pip[@]}" --no-deps torch==2.13.0+cpu ||
         "${pip[@]}" --no-deps --index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" torch==2.13.0+cpu

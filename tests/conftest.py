@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 """What every test run shares: which tests can run here and why not, the hypothesis profile, and the seeds in the log.
 
-A skipped test always names its reason. ``AFD_DSV4_REQUIRE_NPU=1`` (``make test`` sets it) turns a missing NPU into a
-failed run, so that a broken software NPU cannot hide behind skips.
+A skipped test always names its reason. ``AFD_DSV4_REQUIRE_NPU=1`` (``make test`` sets it) allows only the skips that
+`EXCUSED` names: a software NPU, a vLLM or a library that is missing or broken then fails the run instead of hiding.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import zlib
+from collections.abc import Generator
 from functools import cache
 
 # Without this, merely importing torch beside a torch_npu that cannot load (no CANN, no software NPU) fails.
@@ -32,11 +33,15 @@ hypothesis.settings.load_profile(PROFILE)
 
 
 REMEDY = "run: python -m afd_dsv4.softnpu -- python -m pytest"
+REQUIRE = "AFD_DSV4_REQUIRE_NPU"
+#: How the reason of a skip begins that is right on a complete machine too: a test for a real accelerator, or a case
+#: that does not exist here.
+EXCUSED = ("device: ", "no such case: ")
 
 
 @cache
-def missing_npu() -> str | None:
-    """Why no NPU is there, None where there is one. Imports torch_npu, so only called when an npu test was chosen."""
+def broken_torch_npu() -> str | None:
+    """Why torch_npu does not work here, None where it does. Imports it, so only called when a test needs it."""
     try:
         import torch
         import torch_npu  # noqa: F401
@@ -48,13 +53,21 @@ def missing_npu() -> str | None:
 
 
 @cache
+def missing_npu() -> str | None:
+    """Why the tests marked npu cannot run here. They turn the software NPU's own knobs, so a real NPU does not do."""
+    if not on_softnpu():
+        return f"drives the software NPU (its waivers, schedules and counters), and this process is not on it; {REMEDY}"
+    return broken_torch_npu()
+
+
+@cache
 def missing_stack() -> str | None:
     """Which part of the real stack cannot be imported, None where all can."""
     absent = [name for name in ("vllm", "vllm_ascend", "torch_npu") if importlib.util.find_spec(name) is None]
     if absent:
         return f"not installed: {', '.join(absent)}; run: make setup"
     # transformers imports torch_npu as soon as it is installed, so nothing of the stack imports without it.
-    if reason := missing_npu():
+    if reason := broken_torch_npu():
         return reason
     try:
         # The index serves torchvision for a CUDA torch; the launcher of the software NPU declares what it misses.
@@ -73,7 +86,7 @@ def missing_device() -> str | None:
         return "torch is not installed"
     import torch
 
-    if torch.cuda.is_available() or missing_npu() is None:
+    if torch.cuda.is_available() or broken_torch_npu() is None:
         return None
     return "no real accelerator"
 
@@ -92,9 +105,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for name, reason_of in REASONS.items():
             if item.get_closest_marker(name) and (reason := reason_of()):
-                if name == "npu" and os.environ.get("AFD_DSV4_REQUIRE_NPU") == "1":
-                    raise pytest.UsageError(f"AFD_DSV4_REQUIRE_NPU=1, but {reason}")
+                if required() and name != "device":
+                    raise pytest.UsageError(f"{REQUIRE}=1, but {name}: {reason}")
                 item.add_marker(pytest.mark.skip(reason=f"{name}: {reason}"))
+
+
+def required() -> bool:
+    """Whether this run must be complete."""
+    return os.environ.get(REQUIRE) == "1"
+
+
+def refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Where the run must be complete, make a failure of a skip that nothing excuses."""
+    if not required() or not report.skipped or hasattr(report, "wasxfail"):
+        return
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    reason = reason.removeprefix("Skipped: ")
+    if not reason.startswith(EXCUSED):
+        report.outcome = "failed"
+        report.longrepr = f"{REQUIRE}=1 allows no such skip: {reason}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Look at the skips of tests and fixtures."""
+    report = yield
+    refuse_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Look at the skips of whole modules."""
+    report = yield
+    refuse_skip(report)
+    return report
 
 
 def pytest_report_header() -> list[str]:

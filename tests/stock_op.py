@@ -87,7 +87,7 @@ class _MetadataArgs(ctypes.Structure):
 
 @cache
 def core() -> ctypes.CDLL:
-    """The library; skips the test where it is not built."""
+    """The library; skips the test where it is not built (a failure where the run must be complete)."""
     if not LIBRARY.exists():
         pytest.skip(f"{LIBRARY} is not built; run: make setup")
     library = ctypes.CDLL(str(LIBRARY))

@@ -162,7 +162,7 @@ def test_the_tolerance_is_fixed_by_sizes_and_grows_with_them() -> None:
 
 def test_a_device_whose_operator_takes_no_fp32_is_refused_with_the_remedy() -> None:
     if hasattr(torch.ops.softnpu, "waive"):
-        pytest.skip("runs on the software NPU, which takes FP32")
+        pytest.skip("no such case: the software NPU takes FP32")
     with pytest.raises(RuntimeError, match=r"afd_dsv4\.softnpu"):
         run_token_parity("cpu")
 

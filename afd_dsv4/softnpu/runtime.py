@@ -73,6 +73,8 @@ def _acl() -> ctypes.CDLL:
     library.softnpu_schedule_delay_us.argtypes = [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64]
     library.softnpu_set_schedule.argtypes = [ctypes.c_uint64, ctypes.c_uint32]
     library.softnpu_set_schedule.restype = None
+    library.softnpu_inject_error.argtypes = [ctypes.c_int32, ctypes.c_char_p]
+    library.softnpu_inject_error.restype = None
     library.softnpu_set_copy_delay_us.argtypes = [ctypes.c_uint32]
     library.softnpu_set_copy_delay_us.restype = None
     return library
@@ -91,6 +93,11 @@ def schedule_delay_us(seed: int, max_delay_us: int, stream_id: int, task_index: 
 def set_copy_delay_us(delay_us: int) -> None:
     """Make every asynchronous copy take at least this many microseconds."""
     _acl().softnpu_set_copy_delay_us(delay_us)
+
+
+def inject_error(message: str, device: int = 0) -> None:
+    """Make the device report a failed task at its next synchronisation, with this text."""
+    _acl().softnpu_inject_error(device, message.encode())
 
 
 def device_bytes(device: int = 0) -> int:

@@ -365,6 +365,13 @@ def test_a_failing_task_is_reported_by_the_next_synchronisation_with_its_name() 
     assert torch.equal((torch.ones(3).npu() + 1).cpu(), torch.full((3,), 2.0))
 
 
+def test_an_injected_error_is_reported_like_a_failed_task() -> None:
+    rt.inject_error("a planted fault")
+    with pytest.raises(RuntimeError, match="a planted fault"):
+        torch.npu.current_stream().synchronize()
+    torch.npu.synchronize()
+
+
 def test_the_adversarial_schedule_is_a_function_of_seed_stream_and_task() -> None:
     def delays(seed: int, stream: int) -> list[int]:
         return [rt.schedule_delay_us(seed, 500, stream, task) for task in range(64)]

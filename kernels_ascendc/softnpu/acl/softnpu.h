@@ -36,7 +36,7 @@ void softnpu_reset_peak(int32_t device);
 uint64_t softnpu_tasks_run(void);
 uint64_t softnpu_delay_injected_us(void);
 
-// Records an error of the calling stream's device, as a failing task does. For fault injection in tests.
+// Records an error of the device, as a failing task does. For fault injection in tests.
 void softnpu_inject_error(int32_t device, const char* message);
 
 // Not 0 once the process is exiting: a task that waits for something must give up then.

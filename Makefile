@@ -8,10 +8,9 @@
 .PHONY: help setup demo test bench lint format clean clean-all
 
 BIN := .venv/bin
-# Where to test: softnpu (the default), or npu on a machine with CANN and a torch-npu that finds its device.
-DEVICE ?= softnpu
-ON_DEVICE = $(if $(filter npu,$(DEVICE)),,$(BIN)/python -m afd_dsv4.softnpu --)
-CXX_SOURCES = $(shell git ls-files '*.cpp' '*.h' '*.hpp' '*.cc')
+# Tests and benchmarks run on the software NPU; a real one is what `make demo` takes where there is one.
+ON_SOFTNPU = $(BIN)/python -m afd_dsv4.softnpu --
+NATIVE_SOURCES = $(shell git ls-files '*.c' '*.cc' '*.cpp' '*.h' '*.hpp')
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | column -t -s '|'
@@ -22,11 +21,11 @@ setup: ## the exact test environment in .venv, and the software NPU in build/sof
 demo: setup ## the claim, measured: the evidence run, on a real NPU where there is one; ARGS go to `afd-dsv4 evidence`
 	@$(BIN)/python -m afd_dsv4 evidence --out build/evidence $(ARGS)
 
-test: setup ## every test; ARGS go to pytest
-	@AFD_DSV4_REQUIRE_NPU=1 $(ON_DEVICE) $(BIN)/python -m pytest $(ARGS)
+test: setup ## every test, on the software NPU; ARGS go to pytest
+	@AFD_DSV4_REQUIRE_NPU=1 $(ON_SOFTNPU) $(BIN)/python -m pytest $(ARGS)
 
 bench: setup ## benchmarks; ARGS go to pytest
-	@$(ON_DEVICE) $(BIN)/python -m pytest benchmarks --benchmark-only $(ARGS)
+	@$(ON_SOFTNPU) $(BIN)/python -m pytest benchmarks --benchmark-only $(ARGS)
 
 lint: setup ## every static check
 	$(BIN)/ruff check .
@@ -34,12 +33,12 @@ lint: setup ## every static check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
-	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES))
+	$(if $(NATIVE_SOURCES),$(BIN)/clang-format --dry-run --Werror $(NATIVE_SOURCES))
 
 format: setup ## rewrite the sources as `make lint` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(if $(CXX_SOURCES),$(BIN)/clang-format -i $(CXX_SOURCES))
+	$(if $(NATIVE_SOURCES),$(BIN)/clang-format -i $(NATIVE_SOURCES))
 
 clean: ## what was built
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .import_linter_cache

@@ -11,7 +11,7 @@
 #
 # Environment:
 #   PYTHON       interpreter to use; otherwise the first of python3.11, python3.12, python3.10, python3 that fits
-#   TORCH_INDEX  index to take the CPU build of torch from where the configured one has none; otherwise PyTorch's own
+#   TORCH_INDEX  index to take the CPU build of torch from where the configured one has none
 #   CXX, CC      C++ and C compilers, otherwise g++ and gcc
 set -euo pipefail
 
@@ -145,8 +145,14 @@ make_venv() { has_pip || "$python" -m venv --clear "$venv"; }
 # 'pinned_reserve_segment_size_mb'"), and the default index serves that build. So the CPU build is asked for by name,
 # first wherever pip is told to look.
 install_torch() {
-    "${pip[@]}" --no-deps torch==2.13.0+cpu ||
-        "${pip[@]}" --no-deps --index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" torch==2.13.0+cpu
+    if ! "${pip[@]}" --no-deps torch==2.13.0+cpu; then
+        if [ -z "${TORCH_INDEX:-}" ]; then
+            echo "needs torch 2.13.0+cpu; the configured package index has none, and TORCH_INDEX is not set."
+            echo "Set TORCH_INDEX to the URL of an index with the CPU builds of torch (its install page names one)."
+            return 1
+        fi
+        "${pip[@]}" --no-deps --index-url "$TORCH_INDEX" torch==2.13.0+cpu
+    fi
     "${pip[@]}" -r "$here/torch.txt"
 }
 

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 """What a process on the software NPU needs before its own code runs.
 
-Problem: torch_npu must find its kernels the moment it has been imported, by whomever; and PyPI's torchvision (built for
-CUDA) cannot be imported beside a CPU torch, because two operators that its Python part describes are missing.
+Problem: torch_npu must find its kernels the moment it has been imported, by whomever; and a torchvision built for CUDA
+cannot be imported beside a CPU torch, because two operators that its Python part describes are missing.
 Way: two import hooks. After ``torch_npu`` has run, the aten kernels and the operator libraries are loaded; before
 ``torchvision`` runs, its two operators are declared. A process whose own site has a ``sitecustomize`` keeps it.
 Not done: anything for a process that imports neither.

@@ -51,19 +51,19 @@ class Execution(Protocol):
         rope_cos: torch.Tensor,
         rope_sin: torch.Tensor,
         cu_seqlens: torch.Tensor,
-        rows: slice = slice(None),
+        requests: slice = slice(None),
     ) -> torch.Tensor:
         """Queue one compressor launch on the current stream.
 
         Args:
-            layer: the model's layer.
+            layer: the model's layer; those of one kind in ascending order.
             kind: which of its compressors.
-            x: [T, hidden], the packed tokens of the launch.
+            x: [T, hidden], the packed tokens of the launch: exactly those of its requests.
             weights: of this compressor.
             rope_cos: [R, rope_head_dim] with R = min(T, T // ratio + requests), at each window's first position.
             rope_sin: the same.
             cu_seqlens: int32 [requests + 1], first token of each request within x.
-            rows: the requests of this launch, where prefill and decode are two launches.
+            requests: those of this launch, where prefill and decode are two launches; each once, in batch order.
 
         Returns:
             [R, D] in x's dtype: compressed rows, request after request. Rows beyond the last window are unfilled.

@@ -24,16 +24,63 @@ from afd_dsv4.compressor.executor import CompressorWeights
 from afd_dsv4.device.torch_device import TorchDevice
 from afd_dsv4.geometry import CompressorKind, ModelGeometry, PageLayout
 from afd_dsv4.tail.rows import TailShape
-from afd_dsv4.tail.store import RowIndex, TailStore
+from afd_dsv4.tail.store import SeatIndex, StepPlan, TailStore
 from afd_dsv4.tail.tables import NO_COLUMN, PageList, RequestChunk, RequestId
 from afd_dsv4.workspace.arena import WorkspaceArena
 from afd_dsv4.workspace.identity import ExecutionId, Generation, GenerationMint
-from afd_dsv4.workspace.lease import Lease
-from afd_dsv4.workspace.sizing import tail_shapes
+from afd_dsv4.workspace.lease import Lease, OrderError
+from afd_dsv4.workspace.sizing import size_workspace, tail_shapes
 from afd_dsv4.workspace.staging import StagingRing
 
 CONTINUOUS = 1  # the operator's cache_mode that skips page 0
 INTERLEAVED = 2  # the operator's rotary_mode
+
+
+def call_operator(
+    x: torch.Tensor,
+    weights: CompressorWeights,
+    kind: CompressorKind,
+    state: torch.Tensor,
+    table: torch.Tensor,
+    starts: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    rope_cos: torch.Tensor,
+    rope_sin: torch.Tensor,
+) -> torch.Tensor:
+    """Call `_C_ascend::compressor` as vllm-ascend calls it (attention/dsa_v1.py). See `executor.Execution.compress`.
+
+    Args:
+        x: packed tokens.
+        weights: of the compressor.
+        kind: which compressor.
+        state: float32 [pages, page rows, state_dim]; pages may be padded.
+        table: int32 [requests, columns].
+        starts: int32 [requests].
+        cu_seqlens: int32 [requests + 1].
+        rope_cos: one row per compressed row.
+        rope_sin: the same.
+    """
+    compressed: torch.Tensor = torch.ops._C_ascend.compressor(
+        x,
+        weights.wkv,
+        weights.wgate,
+        state,
+        weights.ape,
+        weights.norm_weight,
+        rope_sin,
+        rope_cos,
+        state_block_table=table,
+        cu_seqlens=cu_seqlens,
+        seqused=None,  # a value selects another, slower template of the operator
+        start_pos=starts,
+        rope_head_dim=weights.rope_head_dim,
+        cmp_ratio=kind.ratio,
+        coff=kind.coff,
+        norm_eps=weights.norm_eps,
+        rotary_mode=INTERLEAVED,
+        cache_mode=CONTINUOUS,
+    )
+    return compressed
 
 
 class _Lists:
@@ -107,13 +154,14 @@ class StockRuntime:
         ordered: bool = True,
     ) -> None:
         self.geometry = geometry
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.device = TorchDevice(device)
         self.shapes = tail_shapes(geometry, layout, drafts)
         self.store = TailStore(self.shapes, max_num_seqs=max_num_seqs, slots=slots)
         self.arena: WorkspaceArena[Any] = WorkspaceArena(self.device, slots, ordered=ordered)
         self._mint = GenerationMint()
-        self._last: dict[RowIndex, Lease[Any]] = {}
-        self._layers = {kind: {layer: i for i, layer in enumerate(geometry.layers_of(kind))} for kind in CompressorKind}
+        self._last: dict[SeatIndex, Lease[Any]] = {}  # who had a seat's pages last
+        self.layers = {kind: {layer: i for i, layer in enumerate(geometry.layers_of(kind))} for kind in CompressorKind}
         where = self.device.device
         self.pools = {
             kind: torch.empty(
@@ -142,6 +190,25 @@ class StockRuntime:
             ],
         )
 
+        sizes = size_workspace(
+            geometry,
+            layout,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            drafts=drafts,
+            slots=slots,
+        )
+        found = self.allocated()
+        planned = AllocatedBytes(
+            tails_and_spares=sizes.tail_bytes + sizes.spare_bytes,
+            lists=sizes.list_bytes,
+            tables=sizes.table_bytes,
+            staging=sizes.staging_bytes,
+            host=sizes.host_bytes,
+        )
+        if found != planned:
+            raise RuntimeError(f"allocated {found}, but workspace.sizing plans {planned}: admission would be wrong")
+
     def begin(
         self,
         chunks: Sequence[RequestChunk],
@@ -159,26 +226,40 @@ class StockRuntime:
             ubatch: index of the uBatch.
 
         Raises:
-            Exhausted: all slots are held by unsealed executions.
+            ValueError: more tokens than the state tables were sized for.
+            Exhausted: all slots are held by unfinished executions.
+            OrderError: a seat's pages may still be touched by an execution that is not finished.
             TailFull: more requests than tails.
             TailVoid: a request whose last execution did not launch everything.
             UnknownPosition: a chunk does not start where its request's tail ends.
         """
         if not chunks:
             return StockExecution(self, None, {}, ())
+        tokens = sum(chunk.tokens for chunk in chunks)
+        if tokens > self.max_num_batched_tokens:
+            raise ValueError(
+                f"an execution of {tokens} tokens in a runtime sized for {self.max_num_batched_tokens}; "
+                f"cut the batch, or construct the runtime with a larger max_num_batched_tokens"
+            )
         execution = ExecutionId(generation or self._mint.mint(), ubatch)
         with self.arena.lock:
             lease = self.arena.acquire(execution)
+            plan: StepPlan | None = None
             try:
-                lists, rows = self.store.plan(chunks, lease.slot.index)
-                lease.follow([self._last[row] for row in rows if row in self._last])
-                self._upload(lease, lists)
-            except BaseException:
-                lease.seal()
+                plan = self.store.plan(chunks, lease.slot.index)
+                lease.follow(
+                    continues=[self._last[seat] for seat in plan.continued],
+                    after=[self._last[seat] for seat in plan.taken if seat in self._last],
+                )
+                self._upload(lease, plan.lists)
+            except BaseException as error:
+                if plan is not None:  # pages have changed owner, and nothing will be launched
+                    self.store.void([chunk.request for chunk in chunks], f"{execution} failed to begin: {error}")
+                    self._last.update(dict.fromkeys(plan.seats, lease))
+                lease.seal(whole=plan is None)
                 raise
-            for row in rows:
-                self._last[row] = lease
-        return StockExecution(self, lease, lists, tuple(chunks))
+            self._last.update(dict.fromkeys(plan.seats, lease))
+        return StockExecution(self, lease, plan.lists, tuple(chunks))
 
     def mint(self) -> Generation:
         """A generation for a forward whose uBatches are begun one by one."""
@@ -200,7 +281,12 @@ class StockRuntime:
         Args:
             kind: the compressor.
             rows: requests that the launch pretends to have.
+
+        Raises:
+            ValueError: more than `max_num_seqs`.
         """
+        if rows > self.store.max_num_seqs:
+            raise ValueError(f"{rows} idle requests in a runtime for {self.store.max_num_seqs}; raise max_num_seqs")
         return self.tables[-1][kind.ratio].rows[:rows], self._idle_starts[:rows]
 
     def allocated(self) -> AllocatedBytes:
@@ -230,62 +316,6 @@ class StockRuntime:
             table.layer = None
         self.staging.copied(entry, stream)
 
-    def launch(
-        self,
-        lease: Lease[Any],
-        pages: PageList,
-        layer: int,
-        kind: CompressorKind,
-        x: torch.Tensor,
-        weights: CompressorWeights,
-        rope_cos: torch.Tensor,
-        rope_sin: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        rows: slice,
-        completes: bool,
-    ) -> torch.Tensor:
-        """Queue one compressor launch; `completes` says that it is the last of its layer and kind.
-
-        See `executor.Execution.compress` for the rest.
-        """
-        slot, ratio = lease.slot.index, kind.ratio
-        table, lists = self.tables[slot][ratio], self.lists[slot][ratio]
-        stream = self.device.current_stream()
-        scatter = table.layer != layer
-        lease.touch(
-            stream,
-            reads=[("lists", ratio), ("table", ratio)],
-            writes=[("pages", kind), *([("table", ratio)] if scatter else [])],
-            step=(layer, kind),
-            completes=completes,
-        )
-        if scatter:
-            places = pages.columns.size
-            first = self._layers[kind][layer] * places
-            table.flat.scatter_(0, lists.cells[:places], lists.ids[first : first + places])
-            table.layer = layer
-        compressed: torch.Tensor = torch.ops._C_ascend.compressor(
-            x,
-            weights.wkv,
-            weights.wgate,
-            self.pools[kind],
-            weights.ape,
-            weights.norm_weight,
-            rope_sin,
-            rope_cos,
-            state_block_table=table.rows[rows],
-            cu_seqlens=cu_seqlens,
-            seqused=None,
-            start_pos=lists.starts[rows],
-            rope_head_dim=weights.rope_head_dim,
-            cmp_ratio=ratio,
-            coff=kind.coff,
-            norm_eps=weights.norm_eps,
-            rotary_mode=INTERLEAVED,
-            cache_mode=CONTINUOUS,
-        )
-        return compressed
-
 
 class StockExecution:
     """One execution of a `StockRuntime`; a context manager that seals its lease. See `executor.Execution`.
@@ -304,7 +334,8 @@ class StockExecution:
     ) -> None:
         self._runtime = runtime
         self._chunks = chunks
-        self._launched: dict[tuple[int, CompressorKind], int] = {}
+        self._launched: dict[tuple[int, CompressorKind], int] = {}  # requests whose launch is queued, from the front
+        self._layer: dict[CompressorKind, int] = {}  # the last layer launched
         self.lease = lease
         self.lists = lists
 
@@ -317,43 +348,81 @@ class StockExecution:
         rope_cos: torch.Tensor,
         rope_sin: torch.Tensor,
         cu_seqlens: torch.Tensor,
-        rows: slice = slice(None),
+        requests: slice = slice(None),
     ) -> torch.Tensor:
-        """See `executor.Execution`."""
+        """See `executor.Execution`.
+
+        Raises:
+            ValueError: a layer without this kind, or tokens that are not those of the requests.
+            OrderError: a layer out of order, requests out of order or twice, or an execution that is finished.
+        """
+        mine = slice(*requests.indices(len(self._chunks)))
+        tokens = sum(chunk.tokens for chunk in self._chunks[mine])
+        if x.shape[0] != tokens:
+            raise ValueError(f"{x.shape[0]} tokens for requests that have {tokens} in this execution")
         if self.lease is None:
-            if x.shape[0]:
-                raise ValueError(f"{x.shape[0]} tokens in an execution that was begun without requests")
             return x.new_empty((0, weights.norm_weight.shape[0]))
-        requests = len(self._chunks)
-        mine = slice(*rows.indices(requests))
-        done = self._launched.get((layer, kind), 0) + mine.stop - mine.start
-        self._launched[layer, kind] = done
-        return self._runtime.launch(
-            self.lease,
-            self.lists[kind.ratio],
-            layer,
-            kind,
-            x,
-            weights,
-            rope_cos,
-            rope_sin,
-            cu_seqlens,
-            mine,
-            completes=done == requests,
-        )
+        self._check_order(layer, kind, mine)
+        runtime, slot, ratio = self._runtime, self.lease.slot.index, kind.ratio
+        table, lists = runtime.tables[slot][ratio], runtime.lists[slot][ratio]
+        # Held until all is queued: another thread may order itself behind this touch as soon as it is made.
+        with runtime.arena.lock:
+            scatter = table.layer != layer
+            self.lease.touch(
+                runtime.device.current_stream(),
+                reads=[("lists", ratio), ("table", ratio)],
+                writes=[("pages", kind), *([("table", ratio)] if scatter else [])],
+                step=(layer, kind),
+            )
+            if scatter:
+                places = self.lists[ratio].columns.size
+                first = runtime.layers[kind][layer] * places
+                table.flat.scatter_(0, lists.cells[:places], lists.ids[first : first + places])
+                table.layer = layer
+            compressed = call_operator(
+                x,
+                weights,
+                kind,
+                runtime.pools[kind],
+                table.rows[mine],
+                lists.starts[mine],
+                cu_seqlens,
+                rope_cos,
+                rope_sin,
+            )
+            self._launched[layer, kind] = mine.stop
+            if mine.stop == len(self._chunks):
+                self.lease.complete((layer, kind))
+        return compressed
+
+    def _check_order(self, layer: int, kind: CompressorKind, mine: slice) -> None:
+        """Layers ascend, because spares pass from layer to layer; requests of a layer come once, front to back."""
+        if layer not in self._runtime.layers[kind]:
+            raise ValueError(f"layer {layer} has no {kind.value} compressor; it is in {[*self._runtime.layers[kind]]}")
+        if layer < self._layer.get(kind, layer):
+            raise OrderError(f"{kind.value} of layer {layer} after layer {self._layer[kind]}; launch layers in order")
+        done = self._launched.get((layer, kind), 0)
+        if mine.start != done:
+            raise OrderError(
+                f"{kind.value} of layer {layer}: requests from {mine.start} on, {done} are launched; "
+                f"launch each request once, in batch order"
+            )
+        self._layer[kind] = layer
 
     def finish(self) -> None:
-        """Seal the lease. If a launch is missing, as after an exception, the requests' tails are void from here on."""
+        """Seal the lease. If a launch is missing, as after an exception, the requests' tails are void from here on.
+
+        Safe to call once only; an execution without requests has nothing to finish.
+        """
         if self.lease is None:
             return
-        self.lease.seal()
         compressors = self._runtime.geometry.compressors
         missing = [c for c in compressors if self._launched.get((c.layer, c.kind), 0) != len(self._chunks)]
+        self.lease.seal(whole=not missing)
         if missing:
             first = f"layer {missing[0].layer} {missing[0].kind.value}"
             lost = f"{len(missing)} of {len(compressors)} launches missing, first {first}"
-            why = f"{self.lease.execution} ended with {lost}"
-            self._runtime.void([chunk.request for chunk in self._chunks], why)
+            self._runtime.void([chunk.request for chunk in self._chunks], f"{self.lease.execution} ended with {lost}")
 
     def __enter__(self) -> StockExecution:
         return self

@@ -61,7 +61,7 @@ def planned_launch(ratio: int) -> Launch:
     store = TailStore({ratio: shape}, max_num_seqs=2, slots=1)
     a, b = RequestId("a"), RequestId("b")
     store.plan([RequestChunk(a, 0, 301), RequestChunk(b, 0, 70)], SlotIndex(0))
-    pages = store.plan([RequestChunk(a, 301, 601), RequestChunk(b, 70, 76, drafts=5)], SlotIndex(0))[0][ratio]
+    pages = store.plan([RequestChunk(a, 301, 601), RequestChunk(b, 70, 76, drafts=5)], SlotIndex(0)).lists[ratio]
     return launch_of(pages, 1, store.pages(ratio), padded=1)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from afd_dsv4.compressor.executor import CompressorWeights
-from afd_dsv4.compressor.stock import StockRuntime
+from afd_dsv4.compressor.stock import StockRuntime, call_operator
 from afd_dsv4.execution.ubatch import cut
 from afd_dsv4.geometry import CompressorKind, ModelGeometry, PageLayout
 from afd_dsv4.tail.rows import TailShape
@@ -245,26 +245,7 @@ def run_native(
             mine = table[[order[chunk.request] for chunk in pack.chunks]].to(device)
             cos, sin = pack.rope[kind.ratio]
             weights = inputs.weights[compressor.layer, kind]
-            rows = torch.ops._C_ascend.compressor(
-                pack.x,
-                weights.wkv,
-                weights.wgate,
-                state,
-                weights.ape,
-                weights.norm_weight,
-                sin,
-                cos,
-                state_block_table=mine,
-                cu_seqlens=pack.cu_seqlens,
-                seqused=None,
-                start_pos=pack.starts,
-                rope_head_dim=ROPE_DIM,
-                cmp_ratio=kind.ratio,
-                coff=kind.coff,
-                norm_eps=weights.norm_eps,
-                rotary_mode=2,
-                cache_mode=1,
-            )
+            rows = call_operator(pack.x, weights, kind, state, mine, pack.starts, pack.cu_seqlens, cos, sin)
             parts.append(rows[: pack.emitted(kind.ratio)].cpu())
         tails = []
         for index, _, need in _tail_rows(shapes[kind.ratio], batch):

@@ -9,11 +9,12 @@ layer's worth. A launch that needs more pages than the request has idle takes sp
 history it leaves; the next layer of the same execution takes those. Counts never change, so nothing can run dry and
 nothing is ever searched for. Per layer this is a shift by one, so all layers are planned in one array operation.
 Not here: when a page that changed hands may be touched. The lease orders that (`workspace/`): an execution's launches
-follow each other, and it follows the last execution that had its requests' rows.
+follow each other, and it follows the last execution that had its requests' seats.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as ReadOnly
 from dataclasses import dataclass, field
@@ -25,11 +26,18 @@ from afd_dsv4.tail.rows import TailShape
 from afd_dsv4.tail.tables import NO_COLUMN, Int32Array, Mapping, PageList, RequestChunk, RequestId, map_chunk
 
 SlotIndex = NewType("SlotIndex", int)
-RowIndex = NewType("RowIndex", int)
+SeatIndex = NewType("SeatIndex", int)
 
 
 class TailFull(RuntimeError):
     """More requests than tails."""
+
+
+class UnknownRequest(KeyError):
+    """A request that holds no seat."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class TailVoid(RuntimeError):
@@ -40,11 +48,31 @@ class UnknownPosition(ValueError):
     """A chunk starts where the request's tail does not end: its history is not there."""
 
 
-@dataclass
-class _Row:
-    """One request's place in the store."""
+@dataclass(frozen=True)
+class StepPlan:
+    """One planned execution.
 
-    index: RowIndex
+    Attributes:
+        lists: page lists by ratio.
+        continued: seats whose request goes on.
+        taken: seats whose request is new: what was there before has ended.
+    """
+
+    lists: dict[int, PageList]
+    continued: tuple[SeatIndex, ...]
+    taken: tuple[SeatIndex, ...]
+
+    @property
+    def seats(self) -> tuple[SeatIndex, ...]:
+        """All seats of the execution."""
+        return self.continued + self.taken
+
+
+@dataclass
+class _Seat:
+    """What the store knows of one request."""
+
+    index: SeatIndex
     low: int = 0  # the next start lies in [low, high]
     high: int = 0
     mapped: dict[int, range] = field(default_factory=dict)  # ratio -> logical pages of the tail
@@ -62,17 +90,17 @@ class _Pool:
         self.owned = ids[:tails].reshape(shape.layers, max_num_seqs, shape.tail_pages).copy()
         self.spare = ids[tails:].reshape(slots, max_num_seqs, shape.spare_pages).copy()
 
-    def move(self, mapping: Mapping, mapped: range, row: RowIndex, slot: SlotIndex, lane: int) -> Int32Array:
+    def move(self, mapping: Mapping, mapped: range, seat: SeatIndex, slot: SlotIndex, lane: int) -> Int32Array:
         """Hand over the pages of one request in all layers; ids of history then fresh pages, int32 [layers, n].
 
         Args:
             mapping: logical pages of the chunk.
-            mapped: logical pages of the present tail; page `mapped[i]` is `owned[:, row, i]`.
-            row: the request's row.
+            mapped: logical pages of the present tail; page `mapped[i]` is `owned[:, seat, i]`.
+            seat: the request's seat.
             slot: the slot whose spares are used.
             lane: the request's place in the batch, which is its lane of spares.
         """
-        old = self.owned[:, row, :].copy()
+        old = self.owned[:, seat, :].copy()
         place = {page: index for index, page in enumerate(mapped)}
         history = [place[page] for page in mapping.history]
         kept = [place[page] for page in mapping.kept]
@@ -87,7 +115,7 @@ class _Pool:
         spares[1:] = old[:-1, given]
         self.spare[slot, lane, :taken] = old[-1, given]
         new = np.concatenate([old[:, own], spares], axis=1)
-        self.owned[:, row, :] = np.concatenate([old[:, kept], new, old[:, rest]], axis=1)
+        self.owned[:, seat, :] = np.concatenate([old[:, kept], new, old[:, rest]], axis=1)
         return np.concatenate([old[:, history], new], axis=1)
 
 
@@ -103,25 +131,23 @@ class TailStore:
     def __init__(self, shapes: ReadOnly[int, TailShape], *, max_num_seqs: int, slots: int) -> None:
         self.max_num_seqs = max_num_seqs
         self._pools = {ratio: _Pool(shape, max_num_seqs, slots) for ratio, shape in shapes.items()}
-        self._rows: dict[RequestId, _Row] = {}
-        self._free = [RowIndex(index) for index in reversed(range(max_num_seqs))]
+        self._seats: dict[RequestId, _Seat] = {}
+        # First in, first out: a seat rests as long as possible, so its last lease has most likely passed.
+        self._free = deque(SeatIndex(index) for index in range(max_num_seqs))
 
     def pages(self, ratio: int) -> int:
         """Pages of one pool, the null page included."""
         return self._pools[ratio].pages
 
-    def row(self, request: RequestId) -> RowIndex | None:
-        """The row that a request holds, or None."""
-        found = self._rows.get(request)
+    def seat(self, request: RequestId) -> SeatIndex | None:
+        """The seat that a request holds, or None."""
+        found = self._seats.get(request)
         return found.index if found else None
 
-    def plan(self, chunks: Sequence[RequestChunk], slot: SlotIndex) -> tuple[dict[int, PageList], tuple[RowIndex, ...]]:
+    def plan(self, chunks: Sequence[RequestChunk], slot: SlotIndex) -> StepPlan:
         """Plan one execution: pages change owner now, on the host, in the order in which executions are planned.
 
         A request seen for the first time must start at 0. Nothing is changed unless all chunks are valid.
-
-        Returns:
-            The page lists by ratio, and the row of each chunk.
 
         Raises:
             TailFull: more requests than `max_num_seqs`.
@@ -130,15 +156,16 @@ class TailStore:
         """
         requests = [chunk.request for chunk in chunks]
         if len(set(requests)) != len(requests):
-            raise ValueError(f"a request has two chunks in one execution: {sorted(requests)}")
-        new = [chunk for chunk in chunks if chunk.request not in self._rows]
+            twice = sorted({request for request in requests if requests.count(request) > 1})
+            raise ValueError(f"two chunks in one execution for {twice}; give one chunk a request")
+        new = [chunk for chunk in chunks if chunk.request not in self._seats]
         if len(new) > len(self._free):
             raise TailFull(
                 f"{len(new)} new requests, {len(self._free)} free of {self.max_num_seqs} tails; "
                 f"end requests or raise max_num_seqs"
             )
         for chunk in chunks:
-            known = self._rows.get(chunk.request, _Row(RowIndex(-1)))
+            known = self._seats.get(chunk.request, _Seat(SeatIndex(-1)))
             if known.void is not None:
                 raise TailVoid(f"request {chunk.request!r} lost its tail: {known.void}; end it and start it anew")
             if not known.low <= chunk.start <= known.high:
@@ -148,50 +175,66 @@ class TailStore:
                 )
         mappings = {ratio: [map_chunk(pool.shape, chunk) for chunk in chunks] for ratio, pool in self._pools.items()}
         for chunk in new:
-            self._rows[chunk.request] = _Row(self._free.pop())
-        rows = [self._rows[request] for request in requests]
-        lists = {ratio: self._list(ratio, chunks, rows, mappings[ratio], slot) for ratio in self._pools}
-        for chunk, row in zip(chunks, rows, strict=True):
-            row.low, row.high = chunk.low, chunk.end
-        return lists, tuple(row.index for row in rows)
+            self._seats[chunk.request] = _Seat(self._free.popleft())
+        seats = [self._seats[request] for request in requests]
+        lists = {ratio: self._list(ratio, chunks, seats, mappings[ratio], slot) for ratio in self._pools}
+        for chunk, seat in zip(chunks, seats, strict=True):
+            seat.low, seat.high = chunk.low, chunk.end
+        taken = {chunk.request for chunk in new}
+        return StepPlan(
+            lists=lists,
+            continued=tuple(self._seats[request].index for request in requests if request not in taken),
+            taken=tuple(self._seats[request].index for request in requests if request in taken),
+        )
 
     def _list(
-        self, ratio: int, chunks: Sequence[RequestChunk], rows: list[_Row], mappings: list[Mapping], slot: SlotIndex
+        self, ratio: int, chunks: Sequence[RequestChunk], seats: list[_Seat], mappings: list[Mapping], slot: SlotIndex
     ) -> PageList:
         pool = self._pools[ratio]
         shape = pool.shape
         columns = np.full((len(chunks), shape.list_ids), NO_COLUMN, np.int32)
         ids = np.zeros((shape.layers, len(chunks), shape.list_ids), np.int32)
-        for lane, (row, mapping) in enumerate(zip(rows, mappings, strict=True)):
-            moved = pool.move(mapping, row.mapped.get(ratio, range(0)), row.index, slot, lane)
+        for lane, (seat, mapping) in enumerate(zip(seats, mappings, strict=True)):
+            moved = pool.move(mapping, seat.mapped.get(ratio, range(0)), seat.index, slot, lane)
             pages = [*mapping.history, *mapping.fresh]
             columns[lane, : len(pages)] = [page - mapping.first_column for page in pages]
             ids[:, lane, : len(pages)] = moved
-            row.mapped[ratio] = mapping.tail
+            seat.mapped[ratio] = mapping.tail
         starts = np.array([mapping.start for mapping in mappings], np.int32)
         return PageList(shape=shape, chunks=tuple(chunks), columns=columns, ids=ids, starts=starts)
 
     def void(self, requests: Iterable[RequestId], why: str) -> None:
         """Declare tails unreadable: launches that should have written them did not happen. Ended requests have none."""
         for request in requests:
-            if request in self._rows:
-                self._rows[request].void = why
+            if request in self._seats:
+                self._seats[request].void = why
 
-    def end(self, request: RequestId) -> RowIndex:
-        """Give back a request's row. Its pages stay with the row, whose next request waits for the row's last lease.
+    def end(self, request: RequestId) -> SeatIndex:
+        """Give back a request's seat. Its pages stay with the seat, whose next request waits for the seat's last lease.
 
         Raises:
-            KeyError: the request holds no row.
+            UnknownRequest: the request holds no seat.
         """
-        row = self._rows.pop(request)
-        self._free.append(row.index)
-        return row.index
+        seat = self._find(request)
+        del self._seats[request]
+        self._free.append(seat.index)
+        return seat.index
 
     def tail(self, request: RequestId, ratio: int) -> tuple[range, Int32Array]:
-        """The logical tail pages of a request and their ids, int32 [layers, pages]."""
-        row = self._rows[request]
-        mapped = row.mapped.get(ratio, range(0))
-        return mapped, self._pools[ratio].owned[:, row.index, : len(mapped)].copy()
+        """The logical tail pages of a request and their ids, int32 [layers, pages].
+
+        Raises:
+            UnknownRequest: the request holds no seat.
+        """
+        seat = self._find(request)
+        mapped = seat.mapped.get(ratio, range(0))
+        return mapped, self._pools[ratio].owned[:, seat.index, : len(mapped)].copy()
+
+    def _find(self, request: RequestId) -> _Seat:
+        if request not in self._seats:
+            held = f"{len(self._seats)} of {self.max_num_seqs} seats are held"
+            raise UnknownRequest(f"request {request!r} has no tail ({held}); it was ended, or never planned")
+        return self._seats[request]
 
     def owners(self, ratio: int) -> Int32Array:
         """Every id that somebody owns, sorted: a permutation of 1 .. pages - 1, whatever was planned."""

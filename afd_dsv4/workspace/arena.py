@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 from afd_dsv4.device.api import Device
 from afd_dsv4.tail.store import SlotIndex
-from afd_dsv4.workspace.fence import EventPool, Fence
+from afd_dsv4.workspace.fence import EventPool
 from afd_dsv4.workspace.identity import ExecutionId
 from afd_dsv4.workspace.lease import Lease, LeaseState
 
@@ -61,13 +61,13 @@ class Slot(Generic[S]):
     Attributes:
         index: its place in every array that belongs to slots.
         lease: who holds it; None between leases.
-        fence: behind what it is free; None if nobody touched it yet.
+        last: the last lease that touched it, behind which it is free; None if nobody did yet.
         sealed_at: sequence number of the last seal.
     """
 
     index: SlotIndex
     lease: Lease[S] | None = None
-    fence: Fence[S] | None = None
+    last: Lease[S] | None = None
     sealed_at: int = 0
 
 
@@ -99,39 +99,34 @@ class WorkspaceArena(Generic[S]):
         """
         with self.lock:
             free = [slot for slot in self.slots if slot.lease is None]
-            if not free:
+            passed = [slot for slot in free if slot.last is not None and slot.last.over()]
+            unused = [slot for slot in free if slot.last is None]
+            pending = [slot for slot in free if slot.last is not None and slot.last.can_be_waited_for()]
+            candidates = passed or unused or sorted(pending, key=lambda slot: slot.sealed_at)
+            if not candidates:
                 holders = "; ".join(str(slot.lease.execution) for slot in self.slots if slot.lease)
                 raise Exhausted(
-                    f"{execution} wants a workspace slot, all {len(self.slots)} are held by: {holders}. "
-                    f"Seal executions, or configure more slots"
+                    f"{execution} wants a workspace slot, all {len(self.slots)} are held, or behind what is held, by: "
+                    f"{holders}. Finish executions, or configure more slots"
                 )
-            passed = [slot for slot in free if slot.fence is not None and slot.fence.passed()]
-            unused = [slot for slot in free if slot.fence is None]
-            slot = (passed or unused or sorted(free, key=lambda s: s.sealed_at))[0]
+            slot = candidates[0]
             self.counters.leases += 1
             self.counters.handed_on += not (passed or unused)
-            slot.lease = Lease(self, slot, execution, slot.fence)
+            slot.lease = Lease(self, slot, execution, slot.last)
             return slot.lease
 
-    def seal(self, slot: Slot[S], fence: Fence[S] | None) -> None:
-        """Called by the lease: the slot is free behind `fence`, or where it was if the lease touched nothing."""
+    def seal(self, slot: Slot[S], lease: Lease[S] | None) -> None:
+        """Called by the lease: the slot is free behind `lease`; None if it touched nothing, then behind what it was."""
         with self.lock:
             self._seals += 1
             slot.lease = None
             slot.sealed_at = self._seals
-            if fence is not None:
-                slot.fence = fence
+            if lease is not None:
+                slot.last = lease
 
     def settle(self, lease: Lease[S]) -> Settlement:
         """Ask whether a lease is over. Never waits."""
         with self.lock:
             if lease.state is LeaseState.SETTLED:
                 return Settlement.ALREADY_RELEASED
-            if lease.state is LeaseState.ACQUIRED or (lease.fence is not None and not lease.fence.passed()):
-                return Settlement.NOT_QUIESCED
-            lease.state = LeaseState.SETTLED
-            return Settlement.RELEASED
-
-    def is_over(self, lease: Lease[S]) -> bool:
-        """Whether nothing that the lease covered can still run. Never waits."""
-        return self.settle(lease) is not Settlement.NOT_QUIESCED
+            return Settlement.RELEASED if lease.over() else Settlement.NOT_QUIESCED

@@ -46,7 +46,7 @@ class Lease(Generic[S]):
         arena: whose slot it is.
         slot: the slot.
         execution: who holds it.
-        behind: the fence of the slot's last lease, or None.
+        behind: the slot's last lease that touched it, or None.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Lease(Generic[S]):
         arena: WorkspaceArena[S],
         slot: Slot[S],
         execution: ExecutionId,
-        behind: Fence[S] | None,
+        behind: Lease[S] | None,
     ) -> None:
         self.slot = slot
         self.execution = execution
@@ -62,7 +62,9 @@ class Lease(Generic[S]):
         self.fence: Fence[S] | None = None
         self._arena = arena
         self._behind = behind
-        self._depends: tuple[Lease[S], ...] = ()
+        self._continues: tuple[Lease[S], ...] = ()  # had our requests before us
+        self._after: tuple[Lease[S], ...] = ()  # had, for other requests, the seats that ours have now
+        self._undominated: tuple[Lease[S], ...] = ()  # what our fence does not lie behind
         self._streams: dict[StreamId, S] = {}
         self._count: dict[StreamId, int] = {}  # touches queued, per stream
         self._seen: dict[tuple[StreamId, int, StreamId], int] = {}  # (waiter, lease, other) -> touches waited for
@@ -72,16 +74,25 @@ class Lease(Generic[S]):
         self._steps: dict[Hashable, dict[StreamId, int]] = {}
         self._completed: set[Hashable] = set()
 
-    def follow(self, leases: Sequence[Lease[S]]) -> None:
-        """Name the executions that had this one's requests last; call it before the first touch.
+    def follow(self, *, continues: Sequence[Lease[S]] = (), after: Sequence[Lease[S]] = ()) -> None:
+        """Name what comes first; call it before the first touch.
+
+        Args:
+            continues: executions that had this one's requests last: each of their steps precedes the same step here.
+            after: executions that had the same pages for requests that have ended: they precede everything here.
 
         Raises:
-            OrderError: the slot was touched already, without waiting for them.
+            OrderError: the slot was touched already, without waiting for them; or one of `after` is still open.
         """
         with self._arena.lock:
             if self._streams:
                 raise OrderError(f"{self.execution} names what it follows after it has touched its slot")
-            self._depends = tuple(lease for lease in dict.fromkeys(leases) if not self._arena.is_over(lease))
+            self._continues = tuple(lease for lease in dict.fromkeys(continues) if not lease.over())
+            self._after = tuple(lease for lease in dict.fromkeys(after) if not lease.over())
+            if still := [str(lease.execution) for lease in self._after if not lease.can_be_waited_for()]:
+                raise OrderError(
+                    f"{self.execution} takes pages that may still be touched by {'; '.join(still)}; finish that first"
+                )
 
     def touch(
         self,
@@ -90,7 +101,6 @@ class Lease(Generic[S]):
         reads: Iterable[Hashable] = (),
         writes: Iterable[Hashable] = (),
         step: Hashable = None,
-        completes: bool = True,
     ) -> None:
         """Order what is queued on `stream` next behind all it conflicts with. Call it just before queueing.
 
@@ -99,11 +109,10 @@ class Lease(Generic[S]):
             reads: parts of the slot that the work reads.
             writes: parts that it writes.
             step: names a launch (layer and kind) that other executions may have to follow, or have led: with a step,
-                the same step of every execution that this one follows comes first.
-            completes: whether this is the step's last launch; prefill and decode may be two.
+                the same step of every execution that this one continues comes first. See `complete`.
 
         Raises:
-            OrderError: the lease is sealed, or a depended-on execution has not launched `step` yet.
+            OrderError: the lease is sealed, or an execution that this one continues has not completed `step`.
         """
         with self._arena.lock:
             if self.state is not LeaseState.ACQUIRED:
@@ -112,26 +121,49 @@ class Lease(Generic[S]):
             if me not in self._streams:
                 self._streams[me] = stream
                 self._count[me] = 0
-                if self._behind is not None and self._arena.ordered:
-                    self._arena.counters.waits += self._behind.wait(stream, me)
+                for lease in (self._behind, *self._after):
+                    if lease is not None:
+                        self._wait_for(lease, stream, me)
             if step is not None:
-                for before in self._depends:
-                    self._follow(before, step, stream, me)
+                for before in self._continues:
+                    self._continue(before, step, stream, me)
             index = self._count[me] = self._count[me] + 1
             for part in reads:
-                self._after(self, self._writer.get(part), stream, me)
+                self._order(self, self._writer.get(part), stream, me)
                 self._readers.setdefault(part, {})[me] = index
             for part in writes:
-                self._after(self, self._writer.get(part), stream, me)
+                self._order(self, self._writer.get(part), stream, me)
                 for reader in self._readers.pop(part, {}).items():
-                    self._after(self, reader, stream, me)
+                    self._order(self, reader, stream, me)
                 self._writer[part] = (me, index)
             if step is not None:
                 self._steps.setdefault(step, {})[me] = index
-                if completes:
-                    self._completed.add(step)
 
-    def _after(self, lease: Lease[S], touch: tuple[StreamId, int] | None, stream: S, me: StreamId) -> None:
+    def complete(self, step: Hashable) -> None:
+        """All launches of `step` are queued; prefill and decode may be two. Call it once they are, not before."""
+        with self._arena.lock:
+            if step not in self._steps:
+                raise OrderError(f"{self.execution} completes {step} without having touched its slot for it")
+            self._completed.add(step)
+
+    def over(self) -> bool:
+        """Whether nothing that this lease covered can still run. Never waits; once true, stays true."""
+        with self._arena.lock:
+            if self.state is LeaseState.SETTLED:
+                return True
+            if self.state is LeaseState.ACQUIRED or (self.fence is not None and not self.fence.passed()):
+                return False
+            self._undominated = tuple(lease for lease in self._undominated if not lease.over())
+            if self._undominated:
+                return False
+            self.state = LeaseState.SETTLED
+            return True
+
+    def can_be_waited_for(self) -> bool:
+        """Whether all that this lease covers has been queued, so that a stream can wait for it."""
+        return self.state is not LeaseState.ACQUIRED and all(lease.can_be_waited_for() for lease in self._undominated)
+
+    def _order(self, lease: Lease[S], touch: tuple[StreamId, int] | None, stream: S, me: StreamId) -> None:
         """Make `stream` wait for one touch of `lease`, unless it does already."""
         if touch is None or touch[0] == me:
             return
@@ -147,25 +179,45 @@ class Lease(Generic[S]):
             self._arena.counters.records += 1
             self._arena.counters.waits += 1
 
-    def _follow(self, before: Lease[S], step: Hashable, stream: S, me: StreamId) -> None:
+    def _continue(self, before: Lease[S], step: Hashable, stream: S, me: StreamId) -> None:
         """Make `stream` wait for the same step of an execution that had one of our requests before us."""
+        if step not in before._completed:
+            state = "did" if before.state is LeaseState.ACQUIRED else "did, which ended without it"
+            raise OrderError(
+                f"{self.execution} launches {step} before {before.execution} {state}, and continues its rows; "
+                f"launch each layer of the earlier execution first, and end its requests if it broke off"
+            )
         if before.state is LeaseState.ACQUIRED:
-            if step not in before._completed:
-                raise OrderError(
-                    f"{self.execution} launches {step} before {before.execution} did, whose rows it continues; "
-                    f"launch each layer of the earlier execution first"
-                )
             for launch in before._steps[step].items():
-                self._after(before, launch, stream, me)
-        elif (me, id(before)) not in self._fenced:
-            self._fenced.add((me, id(before)))
-            if before.fence is not None and self._arena.ordered:
-                self._arena.counters.waits += before.fence.wait(stream, me)
+                self._order(before, launch, stream, me)
+        else:
+            # What the step itself followed, it waited for: the fence is enough even if the execution broke off later.
+            self._wait_fence(before, stream, me)
 
-    def seal(self) -> None:
+    def _wait_fence(self, lease: Lease[S], stream: S, me: StreamId) -> None:
+        """Make `stream` wait for what a sealed lease queued, once."""
+        if (me, id(lease)) in self._fenced:
+            return
+        self._fenced.add((me, id(lease)))
+        if lease.fence is not None and self._arena.ordered:
+            self._arena.counters.waits += lease.fence.wait(stream, me)
+
+    def _wait_for(self, lease: Lease[S], stream: S, me: StreamId) -> None:
+        """Make `stream` wait for all that a lease covers."""
+        if not lease.can_be_waited_for():
+            raise OrderError(f"{self.execution} must wait for {lease.execution}, which is still open; finish it first")
+        self._wait_fence(lease, stream, me)
+        for other in lease._undominated:
+            self._wait_for(other, stream, me)
+
+    def seal(self, *, whole: bool = True) -> None:
         """No more launches: record the fence, one event per touched stream. Put it in a `finally`.
 
-        A lease that touched nothing records nothing, and its slot stays behind the fence it had.
+        A whole lease that touched nothing records nothing, and its slot stays behind the lease it was behind.
+
+        Args:
+            whole: every planned launch was queued. Otherwise pages changed owner without a launch that waited for what
+                this lease followed, so whoever waits for this lease must wait for that, too.
 
         Raises:
             OrderError: sealed before.
@@ -177,10 +229,11 @@ class Lease(Generic[S]):
             self._arena.counters.records += len(events)
             if events:
                 self.fence = Fence(events, self._arena.events)
-                self._arena.seal(self.slot, self.fence)
-            else:
-                self._arena.seal(self.slot, None)
+            if not whole:
+                behind = () if self._behind is None else (self._behind,)
+                self._undominated = (*behind, *self._continues, *self._after)
             self.state = LeaseState.SEALED
-            # The fence lies behind whatever we waited for, so nobody needs our chain any more.
-            self._depends = ()
+            self._arena.seal(self.slot, self if events or not whole else None)
+            # A whole lease's fence lies behind all that it waited for: nobody needs the chain any more.
+            self._continues = self._after = ()
             self._behind = None

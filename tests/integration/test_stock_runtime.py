@@ -18,6 +18,7 @@ import torch
 from afd_dsv4.compressor import reference
 from afd_dsv4.compressor.executor import CompressorWeights
 from afd_dsv4.compressor.stock import StockRuntime
+from afd_dsv4.device.torch_device import TorchDevice
 from afd_dsv4.evidence.controls import SABOTAGES, SabotagedRuntime
 from afd_dsv4.evidence.memory import measure, planned, scale
 from afd_dsv4.execution.ubatch import cut
@@ -27,6 +28,7 @@ from afd_dsv4.tail.tables import RequestChunk, RequestId
 from afd_dsv4.workspace.arena import Exhausted
 from afd_dsv4.workspace.lease import OrderError
 from afd_dsv4.workspace.sizing import size_workspace
+from afd_dsv4.workspace.staging import StagingRing
 
 pytestmark = pytest.mark.npu
 
@@ -94,6 +96,7 @@ class World:
         self.streams = [torch.npu.Stream(), torch.npu.Stream()]
         self.different = 0
         self.compared = 0
+        self.pending: list = []
 
     def request(self) -> Request:
         x = torch.randn(LENGTH, HIDDEN, generator=self.generator).bfloat16()
@@ -118,7 +121,12 @@ class World:
             rows[layer, kind] = torch.from_numpy(bits).view(torch.bfloat16)
         return Request(x, rows)
 
-    def forward(
+    def forward(self, requests: dict[str, Request], chunks: list[RequestChunk], **how) -> None:
+        """One forward, compared."""
+        self.queue(requests, chunks, **how)
+        self.check_all(requests)
+
+    def queue(
         self,
         requests: dict[str, Request],
         chunks: list[RequestChunk],
@@ -145,9 +153,14 @@ class World:
                     results.append((compressor, split, out))
         for _, execution in begun:
             execution.finish()
+        self.pending += results
+
+    def check_all(self, requests: dict[str, Request]) -> None:
+        """Wait for the device and compare all that was queued."""
         torch.npu.synchronize()
-        for compressor, split, out in results:
+        for compressor, split, out in self.pending:
             self.check(requests, split, compressor.layer, compressor.kind, out.cpu())
+        self.pending = []
 
     def launch(self, execution, requests, split, layer, kind, rows):
         if not split:
@@ -211,7 +224,6 @@ def test_random_mixes_in_two_ubatches_compress_the_rows_of_the_definition(block_
     random_load(world, random.Random(block_size), 9, alternate=alternate)
     assert world.compared > 1000
     assert world.different == 0
-    assert world.runtime.staging.host_waits == 0
 
 
 def test_without_touches_the_same_load_differs() -> None:
@@ -379,6 +391,111 @@ def test_a_request_whose_execution_broke_off_is_failed_by_name_and_can_start_ane
     world.runtime.end_request(RequestId("a"))
     world.forward(requests, [RequestChunk(RequestId("a"), 0, 300)])
     assert world.different == 0
+
+
+def test_a_refused_last_launch_voids_the_tail_like_any_other() -> None:
+    world = World(11)
+    requests = {"a": world.request()}
+    chunk = RequestChunk(RequestId("a"), 0, 9)
+    execution = world.runtime.begin([chunk])
+    for compressor in LAYERS.compressors[:-1]:
+        world.launch(execution, requests, (chunk,), compressor.layer, compressor.kind, slice(0, 1))
+    last = LAYERS.compressors[-1]
+    world.on_device[last.layer, last.kind] = replace(world.on_device[last.layer, last.kind], rope_head_dim=32)
+    with pytest.raises(RuntimeError):
+        world.launch(execution, requests, (chunk,), last.layer, last.kind, slice(0, 1))
+    execution.finish()
+    with pytest.raises(TailVoid, match="1 of 5 launches missing, first layer 2 c4_indexer"):
+        world.runtime.begin([RequestChunk(RequestId("a"), 9, 12)])
+
+
+def test_an_upload_that_fails_voids_the_tails_that_were_planned() -> None:
+    class Broken(StockRuntime):
+        def _upload(self, lease, lists):
+            if self.arena.counters.leases == 2:
+                raise MemoryError("no pinned memory")
+            super()._upload(lease, lists)
+
+    world = World(12, cls=Broken)
+    requests = {"a": world.request()}
+    world.forward(requests, [RequestChunk(RequestId("a"), 0, 9)])
+    with pytest.raises(MemoryError):
+        world.runtime.begin([RequestChunk(RequestId("a"), 9, 12)])
+    with pytest.raises(TailVoid, match="failed to begin: no pinned memory"):
+        world.runtime.begin([RequestChunk(RequestId("a"), 12, 13)])
+    world.runtime.end_request(RequestId("a"))
+    world.forward(requests, [RequestChunk(RequestId("a"), 0, 300)])
+    assert world.different == 0
+
+
+def test_more_tokens_or_idle_requests_than_sized_for_are_refused() -> None:
+    world = World(13)
+    with pytest.raises(
+        ValueError, match=f"an execution of {3 * LENGTH + 1} tokens in a runtime sized for {3 * LENGTH}"
+    ):
+        world.runtime.begin([RequestChunk(RequestId("a"), 0, 3 * LENGTH + 1)])
+    with pytest.raises(ValueError, match="4 idle requests in a runtime for 3"):
+        world.runtime.idle(CompressorKind.C4, 4)
+
+
+def test_layers_out_of_order_are_refused() -> None:
+    world = World(14)
+    requests = {"a": world.request()}
+    chunk = RequestChunk(RequestId("a"), 0, 9)
+    execution = world.runtime.begin([chunk])
+    world.launch(execution, requests, (chunk,), 2, CompressorKind.C4, slice(0, 1))
+    with pytest.raises(OrderError, match="c4 of layer 0 after layer 2; launch layers in order"):
+        world.launch(execution, requests, (chunk,), 0, CompressorKind.C4, slice(0, 1))
+    world.on_device[1, CompressorKind.C4] = world.on_device[0, CompressorKind.C4]
+    with pytest.raises(ValueError, match=r"layer 1 has no c4 compressor; it is in \[0, 2\]"):
+        world.launch(execution, requests, (chunk,), 1, CompressorKind.C4, slice(0, 1))
+    execution.finish()
+
+
+def test_requests_launched_twice_or_with_gaps_are_refused() -> None:
+    world = World(15)
+    requests = {name: world.request() for name in "abc"}
+    chunks = [RequestChunk(RequestId(name), 0, 9) for name in "abc"]
+    execution = world.runtime.begin(chunks)
+    world.launch(execution, requests, chunks[:1], 0, CompressorKind.C4, slice(0, 1))
+    for first in (0, 2):
+        with pytest.raises(OrderError, match=f"requests from {first} on, 1 are launched"):
+            world.launch(execution, requests, chunks[first : first + 1], 0, CompressorKind.C4, slice(first, first + 1))
+    with pytest.raises(ValueError, match="18 tokens for requests that have 9"):
+        world.launch(execution, requests, chunks[:2], 0, CompressorKind.C4, slice(1, 2))
+    execution.finish()
+
+
+@pytest.mark.parametrize("entries", [1, 2, 3])
+def test_a_staging_entry_is_rewritten_only_behind_its_copy_and_waits_are_counted(entries: int) -> None:
+    assert staged(entries, ordered=True) == (list(range(8)), 8 - entries)
+
+
+def test_staging_rewritten_without_the_ring_sends_other_values() -> None:
+    """Negative control."""
+    assert staged(2, ordered=False)[0] != list(range(8))
+
+
+def staged(entries: int, *, ordered: bool) -> tuple[list[int], int]:
+    """Eight values through the ring, each copy slow; what arrived, and how often the host waited."""
+    from afd_dsv4.softnpu import runtime
+
+    device = TorchDevice("npu")
+    buffers = [torch.zeros(1, dtype=torch.int32).pin_memory() for _ in range(entries)]
+    arrived = torch.zeros(8, dtype=torch.int32, device="npu")
+    ring: StagingRing = StagingRing(device, buffers)
+    torch.npu.synchronize()
+    runtime.set_copy_delay_us(50_000)
+    try:
+        for value in range(8):
+            index, buffer = ring.take() if ordered else (value % entries, buffers[value % entries])
+            buffer.numpy()[0] = value
+            arrived[value : value + 1].copy_(buffer, non_blocking=True)
+            ring.copied(index, device.current_stream())
+        torch.npu.synchronize()
+    finally:
+        runtime.set_copy_delay_us(0)
+    return arrived.tolist(), ring.host_waits
 
 
 def test_a_launch_after_finish_is_an_error() -> None:

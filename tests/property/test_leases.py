@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from afd_dsv4.device.model import ModelDevice, ModelStream
 from afd_dsv4.execution.ubatch import cut
 from afd_dsv4.tail.rows import TailShape
-from afd_dsv4.tail.store import RowIndex, TailStore
+from afd_dsv4.tail.store import SeatIndex, TailStore
 from afd_dsv4.tail.tables import PageList, RequestChunk, RequestId
 from afd_dsv4.workspace.arena import Exhausted, Settlement, WorkspaceArena
 from afd_dsv4.workspace.fence import EventPool, Fence
@@ -42,7 +42,7 @@ class World:
         self.pool = SymbolicPool(SHAPE)
         columns = SHAPE.columns(TOKENS)
         self.tables = [np.zeros((3, columns), np.int32) for _ in range(slots)]
-        self.last: dict[RowIndex, Lease[ModelStream]] = {}
+        self.last: dict[SeatIndex, Lease[ModelStream]] = {}
         self.mint = GenerationMint()
         self.wrong: list[object] = []
 
@@ -50,11 +50,13 @@ class World:
         self, chunks: tuple[RequestChunk, ...], ubatch: int, generation: int
     ) -> tuple[Lease[ModelStream], PageList]:
         lease = self.arena.acquire(ExecutionId(generation, ubatch))
-        lists, rows = self.store.plan(chunks, lease.slot.index)
-        lease.follow([self.last[row] for row in rows if row in self.last])
-        for row in rows:
-            self.last[row] = lease
-        return lease, lists[4]
+        plan = self.store.plan(chunks, lease.slot.index)
+        lease.follow(
+            continues=[self.last[seat] for seat in plan.continued],
+            after=[self.last[seat] for seat in plan.taken if seat in self.last],
+        )
+        self.last.update(dict.fromkeys(plan.seats, lease))
+        return lease, plan.lists[4]
 
     def launch(self, lease: Lease[ModelStream], pages: PageList, layer: int, stream: ModelStream) -> None:
         lease.touch(stream, writes=["table", "pages"], step=layer)
@@ -72,6 +74,7 @@ class World:
 
         self.device.launch(stream, scatter)
         self.device.launch(stream, compress)
+        lease.complete(layer)
 
 
 def run_ubatches(world: World, rounds: int, lengths: list[int], alternate: bool) -> None:
@@ -156,7 +159,9 @@ def test_an_exhausted_arena_names_the_holders() -> None:
     world = World(0, slots=2)
     for ubatch in (0, 1):
         world.arena.acquire(ExecutionId(7, ubatch))
-    with pytest.raises(Exhausted, match=r"all 2 are held by: generation 7 ubatch 0.*generation 7 ubatch 1"):
+    with pytest.raises(
+        Exhausted, match=r"all 2 are held, or behind what is held, by: generation 7 ubatch 0.*generation 7 ubatch 1"
+    ):
         world.arena.acquire(ExecutionId(8))
 
 
@@ -186,7 +191,7 @@ def test_a_lease_that_touched_nothing_leaves_the_slot_behind_its_old_fence() -> 
     empty.seal()
     assert world.arena.settle(empty) is Settlement.RELEASED
     assert world.arena.settle(first) is Settlement.NOT_QUIESCED
-    assert world.arena.slots[0].fence is first.fence
+    assert world.arena.slots[0].last is first
     world.device.run()
     assert world.arena.settle(first) is Settlement.RELEASED
     assert world.arena.settle(first) is Settlement.ALREADY_RELEASED
@@ -225,12 +230,93 @@ def test_a_step_of_two_launches_is_followed_only_after_both() -> None:
     world = World(0)
     first = world.arena.acquire(ExecutionId(1))
     second = world.arena.acquire(ExecutionId(1, 1))
-    second.follow([first])
-    first.touch(world.streams[0], writes=["decode"], step="layer 0", completes=False)
+    second.follow(continues=[first])
+    first.touch(world.streams[0], writes=["decode"], step="layer 0")
     with pytest.raises(OrderError):
         second.touch(world.streams[1], writes=["x"], step="layer 0")
     first.touch(world.streams[0], writes=["prefill"], step="layer 0")
+    first.complete("layer 0")
     second.touch(world.streams[1], writes=["x"], step="layer 0")
+
+
+def test_completing_a_step_that_touched_nothing_is_an_error() -> None:
+    with pytest.raises(OrderError, match="without having touched"):
+        World(0).arena.acquire(ExecutionId(1)).complete("layer 0")
+
+
+def test_a_layer_that_the_execution_before_never_launched_is_an_error_after_its_seal_too() -> None:
+    world = World(0)
+    request, generation = RequestId("r"), world.mint.mint()
+    first, pages = world.begin((RequestChunk(request, 0, 5),), 0, generation)
+    second, more = world.begin((RequestChunk(request, 5, 9),), 1, generation)
+    world.launch(first, pages, 0, world.streams[0])
+    first.seal(whole=False)  # broke off behind layer 0
+    world.launch(second, more, 0, world.streams[1])
+    with pytest.raises(OrderError, match="which ended without it"):
+        world.launch(second, more, 1, world.streams[1])
+
+
+@pytest.mark.parametrize("behind", [0, 60], ids=["even streams", "first stream far behind"])
+def test_a_seat_and_a_slot_left_by_a_broken_execution_wait_for_all_that_it_followed(behind: int) -> None:
+    """The second uBatch breaks off, the first one is still writing the layers that the second never waited for."""
+    assert all(broken_then_reused(seed, behind, whole=False) == [] for seed in range(200))
+
+
+def test_a_broken_execution_sealed_as_whole_lets_the_next_request_be_overwritten() -> None:
+    """Negative control: the fence of the broken execution alone is not enough."""
+    assert any(broken_then_reused(seed, 60, whole=True) for seed in range(50))
+
+
+def broken_then_reused(seed: int, behind: int, *, whole: bool) -> list[object]:
+    world = World(seed, streams=3)
+    a, c = RequestId("a"), RequestId("c")
+    others, pages = world.begin(tuple(RequestChunk(RequestId(name), 0, 9) for name in "xy"), 0, world.mint.mint())
+    first, mine = world.begin((RequestChunk(a, 0, 15),), 0, world.mint.mint())
+    for layer in range(SHAPE.layers):
+        world.launch(others, pages, layer, world.streams[2])
+    others.seal()
+    second, more = world.begin((RequestChunk(a, 15, 31),), 1, first.execution.generation)
+    for _ in range(behind):
+        world.device.launch(world.streams[0], lambda: None)
+    world.launch(first, mine, 0, world.streams[0])
+    world.launch(second, more, 0, world.streams[1])
+    second.seal(whole=whole)
+    for layer in (1, 2):
+        world.launch(first, mine, layer, world.streams[0])
+    first.seal()
+    world.store.void([a], "broke off")
+    world.store.end(a)  # the next request takes its seat
+    for start, end in ((0, 17), (17, 30), (30, 37)):  # a tail of two pages: all that the seat owns in a layer
+        lease, lists = world.begin((RequestChunk(c, start, end),), 0, world.mint.mint())
+        for layer in range(SHAPE.layers):
+            world.launch(lease, lists, layer, world.streams[2])
+        lease.seal()
+    world.device.run()
+    return world.wrong
+
+
+def test_pages_of_an_execution_that_is_still_open_are_not_given_away() -> None:
+    world = World(0, slots=3)
+    first, _ = world.begin((RequestChunk(RequestId("a"), 0, 5),), 0, 1)
+    for name in ("b", "c"):  # the other seats rest longer than the first
+        lease, pages = world.begin((RequestChunk(RequestId(name), 0, 5),), 0, 2)
+        for layer in range(SHAPE.layers):
+            world.launch(lease, pages, layer, world.streams[0])
+        lease.seal()
+    world.store.end(RequestId("a"))
+    with pytest.raises(OrderError, match=r"may still be touched by generation 1 .* finish that first"):
+        world.begin((RequestChunk(RequestId("d"), 0, 5),), 0, 3)
+    assert first.state is LeaseState.ACQUIRED
+
+
+def test_a_slot_behind_an_open_execution_is_not_handed_on() -> None:
+    world = World(0, slots=2)
+    request = RequestId("r")
+    world.begin((RequestChunk(request, 0, 5),), 0, 1)
+    broken, _ = world.begin((RequestChunk(request, 5, 9),), 1, 1)
+    broken.seal(whole=False)
+    with pytest.raises(Exhausted, match="or behind what is held, by: generation 1 ubatch 0"):
+        world.arena.acquire(ExecutionId(2))
 
 
 def test_a_fence_without_an_event_is_an_error() -> None:

@@ -43,7 +43,7 @@ def test_every_planned_launch_keeps_every_rule(shape: TailShape, steps: list[lis
             drafts = rng.randint(0, min(shape.drafts, tokens - 1))
             chunks.append(RequestChunk(RequestId(str(request)), start, start + tokens, drafts))
             low[request], high[request] = start + tokens - drafts, start + tokens
-        pages = store.plan(chunks, SlotIndex(number % 2))[0][shape.ratio]
+        pages = store.plan(chunks, SlotIndex(number % 2)).lists[shape.ratio]
         for layer in range(shape.layers):
             assert violations(launch_of(pages, layer, store.pages(shape.ratio), padded=number % 2)) == ()
 
@@ -71,7 +71,7 @@ def test_the_mutants_that_break_reads_really_compress_wrong_rows(mutant: Mutant)
     a, b = RequestId("a"), RequestId("b")
     for first, second in (((0, 301), (0, 70)), ((301, 601), (70, 73))):
         chunks = [RequestChunk(a, *first), RequestChunk(b, *second)]
-        pages = store.plan(chunks, SlotIndex(0))[0][4]
+        pages = store.plan(chunks, SlotIndex(0)).lists[4]
         launch = launch_of(pages, 0, store.pages(4))
         if first[0]:
             launch = mutant(launch)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from afd_dsv4.tail.rows import TailShape
-from afd_dsv4.tail.store import SlotIndex, TailFull, TailStore, UnknownPosition
+from afd_dsv4.tail.store import SlotIndex, TailFull, TailStore, TailVoid, UnknownPosition, UnknownRequest
 from afd_dsv4.tail.tables import PageList, RequestChunk, RequestId
 from tests.strategies import LENGTHS, shapes
 from tests.symbolic import SymbolicPool, expected
@@ -31,7 +31,7 @@ class Driver:
         self.forwards = 0
 
     def forward(self, chunks: list[RequestChunk]) -> None:
-        lists, _ = self.store.plan(chunks, SlotIndex(self.forwards % 2))
+        lists = self.store.plan(chunks, SlotIndex(self.forwards % 2)).lists
         self.forwards += 1
         pages = lists[self.shape.ratio]
         columns = self.shape.columns(max(chunk.tokens for chunk in chunks))
@@ -101,9 +101,39 @@ def test_a_start_where_the_tail_does_not_end_is_refused_and_changes_nothing(star
         driver.store.plan(
             [RequestChunk(RequestId("s"), 0, 5), RequestChunk(RequestId("r"), start, start + 5)], SlotIndex(0)
         )
-    assert driver.store.row(RequestId("s")) is None
+    assert driver.store.seat(RequestId("s")) is None
     assert before[0] == driver.store.tail(RequestId("r"), 4)[0]
     assert np.array_equal(before[1], driver.store.tail(RequestId("r"), 4)[1])
+
+
+def test_a_request_without_a_tail_is_named_with_what_is_held() -> None:
+    driver = Driver(TailShape(4, True, 8, 1))
+    driver.forward([RequestChunk(RequestId("a"), 0, 5)])
+    for ask in (driver.store.end, lambda request: driver.store.tail(request, 4)):
+        with pytest.raises(UnknownRequest, match=r"'b' has no tail.*1 of 4 seats are held"):
+            ask(RequestId("b"))
+
+
+def test_two_chunks_of_a_request_are_refused_by_its_name() -> None:
+    driver = Driver(TailShape(4, True, 8, 1))
+    chunks = [
+        RequestChunk(RequestId("a"), 0, 5),
+        RequestChunk(RequestId("b"), 0, 5),
+        RequestChunk(RequestId("b"), 5, 6),
+    ]
+    with pytest.raises(ValueError, match=r"two chunks in one execution for \['b'\]"):
+        driver.forward(chunks)
+
+
+def test_a_void_tail_is_refused_with_its_reason_until_the_request_is_ended() -> None:
+    driver = Driver(TailShape(4, True, 8, 1))
+    request = RequestId("a")
+    driver.forward([RequestChunk(request, 0, 5)])
+    driver.store.void([request, RequestId("unknown")], "layer 3 was not launched")
+    with pytest.raises(TailVoid, match="'a' lost its tail: layer 3 was not launched"):
+        driver.forward([RequestChunk(request, 5, 9)])
+    driver.store.end(request)
+    driver.forward([RequestChunk(request, 0, 9)])
 
 
 def test_one_request_more_than_tails_is_refused_by_number() -> None:

@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         options = _parser().parse_args(arguments)
+        options.argv = arguments
         if options.command == "evidence":
             from afd_dsv4.evidence.run import main as evidence  # heavy: torch and, mostly, a whole software NPU
 

@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 
 PROBE = "afd_dsv4.evidence.isolation_probe"
+TIMEOUT_S = 600
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,11 @@ def check() -> Isolation:
     Raises:
         RuntimeError: the probe did not answer.
     """
-    done = subprocess.run([sys.executable, "-m", PROBE, "ascend"], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", PROBE, "ascend"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"the isolation probe did not answer in {TIMEOUT_S} s; run it alone: {command}") from error
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -4,21 +4,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from afd_dsv4.compressor.stock import StockRuntime
+from afd_dsv4.evidence.rows import Batch, make_inputs, run_plugin
 from afd_dsv4.geometry import ModelGeometry, PageLayout
-from afd_dsv4.workspace.sizing import WorkspaceSizes, size_workspace
+from afd_dsv4.workspace.sizing import WorkspaceSizes
 
 SCALES = (1, 2, 4)
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """Measured bytes at one scale of layers or of the chunk."""
+    """Measured bytes at one scale of layers or of the chunk.
+
+    `transient` is the peak that one forward adds to what is held between forwards; measured where layers are scaled.
+    """
 
     what: str
     scale: int
@@ -27,6 +32,7 @@ class Scaled:
     staging: int
     lists: int
     tables: int
+    transient: int | None = None
 
 
 def measure(runtime: StockRuntime, slots: int) -> dict[str, int]:
@@ -67,25 +73,64 @@ def scale(
         What was measured, and every law that does not hold, in words.
     """
     found = []
-    wrong = []
     for what in ("layers", "chunk"):
         for times in SCALES:
-            ratios = geometry.compress_ratios * (times if what == "layers" else 1)
-            model = replace(geometry, num_layers=len(ratios), compress_ratios=ratios)
-            limits: dict[str, Any] = {
-                "max_num_seqs": max_num_seqs,
-                "max_num_batched_tokens": tokens * (times if what == "chunk" else 1),
-                "slots": slots,
-            }
-            runtime = StockRuntime(model, layout, device=device, **limits)
+            model = multiplied(geometry, times) if what == "layers" else geometry
+            runtime = StockRuntime(
+                model,
+                layout,
+                device=device,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=tokens * (times if what == "chunk" else 1),
+                slots=slots,
+            )
             measured = measure(runtime, slots)
-            if measured != planned(size_workspace(model, layout, **limits)):
-                wrong.append(f"{times}x {what}: allocated bytes differ from the sizing expression")
             del runtime, measured["host"]
             found.append(Scaled(what, times, **measured))
-    for what, fixed in (("layers", ("spares", "staging")), ("chunk", ("tails", "spares", "staging", "lists"))):
-        for field in fixed:
-            values = {getattr(scaled, field) for scaled in found if scaled.what == what}
-            if len(values) != 1:
-                wrong.append(f"{field} bytes depend on the {what}: {sorted(values)}")
-    return found, wrong
+    return found, [
+        *broken_laws(found, "layers", ("spares", "staging")),
+        *broken_laws(found, "chunk", ("tails", "spares", "staging", "lists")),
+    ]
+
+
+def scale_forward(
+    geometry: ModelGeometry, layout: PageLayout, device: torch.device, *, batch: Batch, slots: int, seed: int
+) -> tuple[list[Scaled], list[str]]:
+    """Run one batch through 1, 2 and 4 times the layers and measure what the forward adds at its peak.
+
+    Compressed rows are dropped as an engine drops them that has stored them. Returns as `scale` does.
+    """
+    module: Any = torch.get_device_module(device)
+    found = []
+    for times in SCALES:
+        model = multiplied(geometry, times)
+        inputs = make_inputs(model, batch, device, seed)
+        runtime = StockRuntime(
+            model,
+            layout,
+            device=device,
+            max_num_seqs=len(batch.chunks),
+            max_num_batched_tokens=batch.tokens,
+            slots=slots,
+        )
+        module.synchronize()
+        before = module.memory_allocated()
+        module.reset_peak_memory_stats()
+        run_plugin(runtime, batch, inputs, batch.cut_tokens(1), keep=False)
+        transient = module.max_memory_allocated() - before
+        measured = measure(runtime, slots)
+        del runtime, inputs, measured["host"]
+        found.append(Scaled("layers of a forward", times, **measured, transient=transient))
+    return found, broken_laws(found, "layers of a forward", ("transient",))
+
+
+def multiplied(geometry: ModelGeometry, times: int) -> ModelGeometry:
+    """The same model with so many times the layers."""
+    ratios = geometry.compress_ratios * times
+    return replace(geometry, num_layers=len(ratios), compress_ratios=ratios)
+
+
+def broken_laws(found: Sequence[Scaled], what: str, fixed: Sequence[str]) -> list[str]:
+    """Which of the classes `fixed` are not the same at every scale, in words."""
+    values = {field: sorted({getattr(scaled, field) for scaled in found if scaled.what == what}) for field in fixed}
+    return [f"{field} bytes depend on the {what}: {seen}" for field, seen in values.items() if len(seen) != 1]

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 """What an evidence run writes: figures with their source, checks, verdicts, one table, one JSON file.
 
-A figure without a source is a claim, so there is no way to write one. A verdict is one of three, and what only a target
-stack can show is `not_shown_here` wherever the run was on the software NPU. The schema of the file is in
-docs/evidence.md.
+A figure without a source is a claim, so figures are made by `figure`, which asks for one. A verdict is one of three,
+and what only a target stack can show is `not_shown_here` wherever the run was on the software NPU. The schema of the file
+is in docs/evidence.md.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def figure(value: float | int, unit: str, source: Source) -> dict[str, Any]:
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder, before minutes are spent on what cannot be written.
+    """Make the folder, before minutes are spent on what cannot be written, and remove the last run's file.
 
     Raises:
         InputError: it cannot be made or written.
@@ -89,6 +89,8 @@ def prepare(folder: Path) -> None:
         probe = folder / f".evidence.{os.getpid()}.json"
         probe.write_text("", encoding="utf-8")
         probe.unlink()
+        # A run that breaks off must not leave an older verdict behind as if it were its own.
+        (folder / "evidence.json").unlink(missing_ok=True)
     except OSError as error:
         raise InputError("--out", f"{folder} cannot be written ({error.strerror})", "name another folder") from error
 

@@ -5,7 +5,8 @@
 Native is the stock operator with a dense table over padded state pages, as vllm-ascend allocates them; layer by layer,
 since all layers together are what does not fit. Ours is `StockRuntime`, all layers in one execution per uBatch, on two
 streams. Both get the same tokens, weights, launches and, from `compressor_metadata`, the same RoPE rows, so the
-projected rows are equal and every compressed row and every needed tail row must be.
+projected rows are equal and every compressed row and every needed tail row must be. Behind the batch every request goes
+on for some rows, from the tails that the batch left.
 
 What the layers compute is not a model: inputs are random and independent of each other. Tokens are `tokens.py`.
 """
@@ -13,8 +14,9 @@ What the layers compute is not a model: inputs are random and independent of eac
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +25,12 @@ from afd_dsv4.compressor.executor import CompressorWeights
 from afd_dsv4.compressor.stock import StockRuntime, call_operator
 from afd_dsv4.execution.ubatch import cut
 from afd_dsv4.geometry import CompressorKind, ModelGeometry, PageLayout
-from afd_dsv4.tail.rows import TailShape
 from afd_dsv4.tail.tables import RequestChunk, RequestId
 from afd_dsv4.workspace.sizing import tail_shapes
 
 CUT_PHASES = (1, 3, 4, 127, 128)
 RESUMED_AT = 203  # inside a window of either ratio, and inside a page of every shipped size
+LATER = 131  # rows of every request behind the batch: they complete a window of either ratio, with the batch's tail
 ROPE_DIM = 64
 PAIR_FORMAT = 2  # slot_mapping_format of A2 and A3
 METADATA_PAGE = 128
@@ -44,10 +46,12 @@ class Batch:
     Attributes:
         earlier: what ran before the batch: the first rows of the resumed request.
         chunks: the batch, in order.
+        later: what runs behind the batch: some rows of every request, which go on from the tails it left.
     """
 
     earlier: tuple[RequestChunk, ...]
     chunks: tuple[RequestChunk, ...]
+    later: tuple[RequestChunk, ...]
 
     @classmethod
     def of(cls, tokens: int) -> Batch:
@@ -65,7 +69,11 @@ class Batch:
             RequestChunk(RequestId(f"request {index}"), start, start + length)
             for index, (start, length) in enumerate(zip(starts, lengths, strict=True))
         )
-        return cls(earlier=(RequestChunk(chunks[0].request, 0, RESUMED_AT),), chunks=chunks)
+        return cls(
+            earlier=(RequestChunk(chunks[0].request, 0, RESUMED_AT),),
+            chunks=chunks,
+            later=tuple(RequestChunk(chunk.request, chunk.end, chunk.end + LATER) for chunk in chunks),
+        )
 
     @property
     def tokens(self) -> int:
@@ -158,9 +166,9 @@ def make_inputs(geometry: ModelGeometry, batch: Batch, device: torch.device, see
             norm_eps=1e-6,
         )
     angles = torch.outer(
-        torch.arange(max(chunk.end for chunk in batch.chunks)), 160000.0 ** -(torch.arange(0, ROPE_DIM, 2) / ROPE_DIM)
+        torch.arange(max(chunk.end for chunk in batch.later)), 160000.0 ** -(torch.arange(0, ROPE_DIM, 2) / ROPE_DIM)
     ).repeat_interleave(2, dim=1)
-    tokens = {chunk.request: normal(chunk.end, hidden).bfloat16().to(device) for chunk in batch.chunks}
+    tokens = {chunk.request: normal(chunk.end, hidden).bfloat16().to(device) for chunk in batch.later}
     return Inputs(
         weights=weights,
         rope_cos=angles.cos().bfloat16().to(device),
@@ -210,10 +218,14 @@ class Pack:
         return sum(chunk.end // ratio - chunk.start // ratio for chunk in self.chunks)
 
 
-def _tail_rows(shape: TailShape, batch: Batch) -> Iterator[tuple[int, RequestChunk, range]]:
-    """The rows that must outlive the batch: index, chunk, positions."""
-    for index, chunk in enumerate(batch.chunks):
-        yield index, chunk, shape.need(chunk.end)
+def needed_rows(kind: CompressorKind, position: int) -> list[int]:
+    """Rows before `position` that some later window pools, the long way: window by window, without `tail.rows`."""
+    needed: set[int] = set()
+    for last in range(position, position + 2 * kind.ratio):
+        if (last + 1) % kind.ratio == 0:
+            first = last + 1 - kind.ratio * (2 if kind.overlap else 1)
+            needed.update(range(max(first, 0), position))
+    return sorted(needed)
 
 
 def run_native(
@@ -224,12 +236,13 @@ def run_native(
     shapes = tail_shapes(geometry, layout)
     earlier = Pack(inputs, batch.earlier, list(shapes))
     packs = [Pack(inputs, part, list(shapes)) for part in cut(batch.chunks, cut_tokens)]
+    later = Pack(inputs, batch.later, list(shapes))
     found: dict[LayerKind, LayerRows] = {}
     largest = 0
     order = {chunk.request: index for index, chunk in enumerate(batch.chunks)}
     for compressor in geometry.compressors:
         kind, page_rows = compressor.kind, layout.page_rows(compressor.kind)
-        columns = [-(-chunk.end // page_rows) for chunk in batch.chunks]
+        columns = [-(-chunk.end // page_rows) for chunk in batch.later]
         firsts = [1 + sum(columns[:index]) for index in range(len(columns))]
         table = torch.zeros((len(columns), max(columns)), dtype=torch.int32)
         for index, (first, count) in enumerate(zip(firsts, columns, strict=True)):
@@ -239,7 +252,13 @@ def run_native(
         state = raw[:, : page_rows * compressor.state_dim].unflatten(1, (page_rows, compressor.state_dim))
         largest = max(largest, raw.nbytes)
         parts = []
-        for pack in (earlier, *packs):
+        tails = []
+        for pack in (earlier, *packs, later):
+            if pack is later:
+                for index, chunk in enumerate(batch.chunks):
+                    positions = torch.tensor(needed_rows(kind, chunk.end), dtype=torch.int64)
+                    pages = table[index, positions // page_rows].long()
+                    tails.append(state[pages.to(device), (positions % page_rows).to(device)].cpu())
             if not pack.chunks:
                 continue
             mine = table[[order[chunk.request] for chunk in pack.chunks]].to(device)
@@ -247,11 +266,6 @@ def run_native(
             weights = inputs.weights[compressor.layer, kind]
             rows = call_operator(pack.x, weights, kind, state, mine, pack.starts, pack.cu_seqlens, cos, sin)
             parts.append(rows[: pack.emitted(kind.ratio)].cpu())
-        tails = []
-        for index, _, need in _tail_rows(shapes[kind.ratio], batch):
-            positions = torch.tensor(need, dtype=torch.int64)
-            pages = table[index, positions // page_rows].long()
-            tails.append(state[pages.to(device), (positions % page_rows).to(device)].cpu())
         found[compressor.layer, kind] = LayerRows(torch.cat(parts), torch.cat(tails))
         del raw, state
     return found, largest
@@ -259,12 +273,10 @@ def run_native(
 
 @dataclass
 class PluginRun:
-    """Rows of our run, and what it took."""
+    """Rows of our run, and the seconds it took."""
 
     rows: dict[LayerKind, LayerRows]
     seconds: float
-    queue_seconds: float
-    runtime: StockRuntime = field(repr=False)
 
 
 def run_plugin(
@@ -274,6 +286,7 @@ def run_plugin(
     cut_tokens: int,
     *,
     alternate: bool = False,
+    keep: bool = True,
 ) -> PluginRun:
     """All layers in one execution per uBatch, each uBatch on a stream of its own.
 
@@ -283,58 +296,61 @@ def run_plugin(
         inputs: tokens and weights.
         cut_tokens: where the batch is cut into two uBatches.
         alternate: launch every other layer on the other stream, as an auxiliary stream would.
+        keep: False drops every compressed row as soon as it is queued, as an engine does that stores it elsewhere.
     """
     module: Any = torch.get_device_module(inputs.rope_cos.device)
-    geometry, shapes = runtime.geometry, runtime.shapes
+    ratios = list(runtime.shapes)
     streams = [module.Stream(), module.Stream()]
     outputs: dict[LayerKind, list[torch.Tensor]] = {}
-    packs = {
-        name: Pack(inputs, chunks, list(shapes))
-        for name, chunks in (("earlier", batch.earlier), *enumerate(cut(batch.chunks, cut_tokens)))
-    }
+    earlier, later = (Pack(inputs, chunks, ratios) for chunks in (batch.earlier, batch.later))
+    packs = [Pack(inputs, part, ratios) for part in cut(batch.chunks, cut_tokens)]
+    tails: dict[LayerKind, torch.Tensor] = {}
     module.synchronize()
     started = time.perf_counter()
-    queued = 0.0
-    for names in (("earlier",), (0, 1)):
-        before = time.perf_counter()
+    for forward in ([earlier], packs, [later]):
+        if forward == [later] and keep:
+            module.synchronize()
+            tails = {(c.layer, c.kind): _tail(runtime, batch, c.layer, c.kind) for c in runtime.geometry.compressors}
         generation = runtime.mint()
-        begun = []
-        for ubatch, name in enumerate(names):
-            execution = runtime.begin(packs[name].chunks, generation=generation, ubatch=ubatch)
-            begun.append((ubatch, packs[name], execution))
-        try:
-            for compressor in geometry.compressors:
+        with ExitStack() as executions:
+            begun = [
+                (
+                    ubatch,
+                    pack,
+                    executions.enter_context(runtime.begin(pack.chunks, generation=generation, ubatch=ubatch)),
+                )
+                for ubatch, pack in enumerate(forward)
+            ]
+            for compressor in runtime.geometry.compressors:
                 key = (compressor.layer, compressor.kind)
                 for ubatch, pack, execution in begun:
                     cos, sin = pack.rope[compressor.kind.ratio]
                     with module.stream(streams[(ubatch + (compressor.layer if alternate else 0)) % 2]):
                         rows = execution.compress(*key, pack.x, inputs.weights[key], cos, sin, pack.cu_seqlens)
-                    outputs.setdefault(key, []).append(rows[: pack.emitted(compressor.kind.ratio)])
-        finally:
-            for _, _, execution in begun:
-                execution.finish()
-        queued += time.perf_counter() - before
+                    if keep:
+                        outputs.setdefault(key, []).append(rows[: pack.emitted(compressor.kind.ratio)])
+                    del rows
     module.synchronize()
     seconds = time.perf_counter() - started
-    found: dict[LayerKind, LayerRows] = {}
-    for compressor in geometry.compressors:
-        key = (compressor.layer, compressor.kind)
-        shape = shapes[compressor.kind.ratio]
-        at = geometry.layers_of(compressor.kind).index(compressor.layer)
-        tails = []
-        for _, chunk, need in _tail_rows(shape, batch):
-            mapped, ids = runtime.store.tail(chunk.request, shape.ratio)
-            for position in need:
-                page = int(ids[at, mapped.index(position // shape.page_rows)])
-                tails.append((page, position % shape.page_rows))
-        where = torch.tensor(tails, dtype=torch.int64).view(-1, 2)
-        tail = runtime.pools[compressor.kind][
-            where[:, 0].to(inputs.rope_cos.device), where[:, 1].to(inputs.rope_cos.device)
-        ].cpu()
-        found[key] = LayerRows(torch.cat([rows.cpu() for rows in outputs[key]]), tail)
+    found = {key: LayerRows(torch.cat([rows.cpu() for rows in parts]), tails[key]) for key, parts in outputs.items()}
     for chunk in batch.chunks:
         runtime.end_request(chunk.request)
-    return PluginRun(found, seconds, queued, runtime)
+    return PluginRun(found, seconds)
+
+
+def _tail(runtime: StockRuntime, batch: Batch, layer: int, kind: CompressorKind) -> torch.Tensor:
+    """The needed tail rows of all requests in one compressor, from the pages that the store says hold them."""
+    pool = runtime.pools[kind]
+    page_rows = pool.shape[1]
+    at = runtime.layers[kind][layer]
+    pages, places = [], []
+    for chunk in batch.chunks:
+        mapped, ids = runtime.store.tail(chunk.request, kind.ratio)
+        for position in needed_rows(kind, chunk.end):
+            pages.append(int(ids[at, mapped.index(position // page_rows)]))
+            places.append(position % page_rows)
+    where = torch.tensor([pages, places], dtype=torch.int64).to(pool.device)
+    return pool[where[0], where[1]].cpu()
 
 
 def compare(ours: dict[LayerKind, LayerRows], native: dict[LayerKind, LayerRows]) -> Comparison:

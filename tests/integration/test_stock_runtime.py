@@ -20,7 +20,8 @@ from afd_dsv4.compressor.executor import CompressorWeights
 from afd_dsv4.compressor.stock import StockRuntime
 from afd_dsv4.device.torch_device import TorchDevice
 from afd_dsv4.evidence.controls import SABOTAGES, SabotagedRuntime
-from afd_dsv4.evidence.memory import measure, planned, scale
+from afd_dsv4.evidence.memory import broken_laws, measure, planned, scale, scale_forward
+from afd_dsv4.evidence.rows import Batch
 from afd_dsv4.execution.ubatch import cut
 from afd_dsv4.geometry import CompressorKind, ModelGeometry, page_layout
 from afd_dsv4.tail.store import TailFull, TailVoid, UnknownPosition
@@ -340,6 +341,17 @@ def test_spares_and_staging_do_not_depend_on_layers_nor_anything_but_tables_on_t
     null_pages = 8 * (2048 + 512) * 4 + 32 * 1024 * 4
     assert [tails - null_pages for tails in by_layers] == [(by_layers[0] - null_pages) * n for n in (1, 2, 4)]
     assert len({entry.tables for entry in scaled if entry.what == "chunk"}) == 3
+
+
+def test_the_peak_of_a_forward_does_not_depend_on_the_layers() -> None:
+    layout = page_layout("vllm-ascend-0.23.0", 128)
+    found, wrong = scale_forward(LAYERS, layout, torch.device("npu"), batch=Batch.of(1024), slots=2, seed=1)
+    assert wrong == []
+    assert [entry.transient > 0 for entry in found] == [True] * 3
+    grown = [*found[:2], replace(found[2], transient=found[2].transient + 512)]
+    assert broken_laws(grown, "layers of a forward", ("transient",)) == [
+        f"transient bytes depend on the layers of a forward: {[found[0].transient, found[0].transient + 512]}"
+    ]
 
 
 @pytest.mark.parametrize("rule", list(SABOTAGES), ids=lambda rule: rule.name)

@@ -3,8 +3,8 @@
 """What an evidence run writes: figures with their source, checks, verdicts, one table, one JSON file.
 
 A figure without a source is a claim, so figures are made by `figure`, which asks for one. A verdict is one of three,
-and what only a target stack can show is `not_shown_here` wherever the run was on the software NPU. The schema of the file
-is in docs/evidence.md.
+and what only a target stack can show is `not_shown_here` wherever the run was on the software NPU. The schema of the
+file is in docs/evidence.md.
 """
 
 from __future__ import annotations

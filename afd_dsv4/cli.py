@@ -34,6 +34,7 @@ from afd_dsv4.geometry import (
 from afd_dsv4.workspace.sizing import WorkspaceSizes, size_workspace
 
 EXIT_BAD_INPUT = 2
+EVIDENCE_TOKENS = (1024, 131072)  # below, no request can be cut behind its first window; above, nothing was measured
 _LARGEST = 1 << 40  # beyond any machine, and small enough that no figure turns into infinity
 
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         options = _parser().parse_args(arguments)
-        options.argv = arguments
+        options.argv = arguments  # the evidence run starts itself again on the software NPU
         if options.command == "evidence":
             from afd_dsv4.evidence.run import main as evidence  # heavy: torch and, mostly, a whole software NPU
 
@@ -95,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     evidence.add_argument("--device", choices=("auto", "npu", "softnpu"), default="auto", help="default auto")
     evidence.add_argument("--model", choices=("flash",), default="flash", help="default flash")
     evidence.add_argument(
-        "--tokens", type=_count, default=32768, metavar="N", help="tokens of the batch (default 32768)"
+        "--tokens", type=_evidence_tokens, default=32768, metavar="N", help="1024 to 131072 (default 32768)"
     )
     evidence.add_argument(
         "--out", type=Path, default=Path("build/evidence"), metavar="DIR", help="default build/evidence"
@@ -281,13 +282,17 @@ def _count_or_zero(text: str) -> int:
     return _whole(text, 0)
 
 
-def _whole(text: str, least: int) -> int:
+def _evidence_tokens(text: str) -> int:
+    return _whole(text, *EVIDENCE_TOKENS)
+
+
+def _whole(text: str, least: int, most: int = _LARGEST) -> int:
     try:
         value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if not least <= value <= _LARGEST:
-        raise argparse.ArgumentTypeError(f"{text} is not between {least} and {_LARGEST}")
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"{text} is not between {least} and {most}")
     return value
 
 

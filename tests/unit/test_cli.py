@@ -3,6 +3,7 @@
 """The command line: the documented JSON, one-line errors with status 2, and a fast start."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 
 from afd_dsv4.cli import main
 from afd_dsv4.geometry import DEFAULT_STACK, page_layout, preset
+from afd_dsv4.softnpu.launcher import LIBRARIES
 from afd_dsv4.workspace.sizing import size_workspace
 
 PUBLISHED = {
@@ -44,7 +46,7 @@ def test_the_published_request_answers_as_documented(capsys):
     assert native["free_blocks"] == plugin["free_blocks"] == 6958
 
 
-def test_tails_and_slots_are_those_that_the_allocator_takes(capsys):
+def test_plan_reports_the_sizes_of_the_sizing_function_for_the_given_options(capsys):
     plugin = plan_json(capsys, max_num_seqs="128")["plugin"]
     sizes = size_workspace(
         preset("flash"), page_layout(DEFAULT_STACK, 128), max_num_seqs=128, max_num_batched_tokens=65536, slots=2
@@ -166,10 +168,43 @@ def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, chang
     assert says in output.err
 
 
-@pytest.mark.parametrize("command", [[], ["plam"], ["evidence", "--tokens", "0"], ["evidence", "--device", "tpu"]])
+@pytest.mark.parametrize("command", [[], ["plam"], ["evidence", "--device", "tpu"]])
 def test_a_wrong_command_is_one_line_and_status_2(capsys, command):
     assert main(command) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("tokens", ["0", "1023", "131073", "many"])
+def test_a_batch_of_the_evidence_run_has_1024_to_131072_tokens(capsys, tokens):
+    assert main(["evidence", "--tokens", tokens]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.startswith("afd-dsv4: error: command line: argument --tokens: ")
+    assert ("is not a whole number" if tokens == "many" else f"{tokens} is not between 1024 and 131072") in error
+    assert "see afd-dsv4 evidence --help" in error
+
+
+def test_the_evidence_run_starts_itself_again_with_the_arguments_it_was_given(tmp_path):
+    for name in LIBRARIES:
+        (tmp_path / name).touch()  # the launcher looks whether they are built; nothing is loaded before the new start
+    arguments = ["evidence", "--tokens", "1024", "--device", "softnpu", "--out", str(tmp_path / "out")]
+    script = (
+        "import sys, afd_dsv4.cli as cli\n"
+        "def end(event, found):\n"
+        "    if event == 'os.exec':\n"
+        "        sys.exit(repr(found[1][1:]))\n"
+        "sys.addaudithook(end)\n"
+        f"cli.main({arguments!r})\n"
+    )
+    base = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, "not", "these"],
+        env={**base, "AFD_DSV4_SOFTNPU_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.splitlines()[-1] == repr(["-m", "afd_dsv4", *arguments])
 
 
 def test_plan_runs_as_a_command_without_torch_and_vllm():

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from dataclasses import replace
 
@@ -151,8 +152,11 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others() -> None:
 
 
 def test_the_text_is_the_essay_in_heapq_and_starts_again_at_its_end() -> None:
-    assert bytes(text_tokens(10, 0)) == b"Heap queue"
-    assert len(set(text_tokens(20000, 0))) > 30
+    essay = heapq.__about__.encode()
+    assert bytes(text_tokens(10, 0)) == essay[:10] == b"Heap queue"
+    assert bytes(text_tokens(20, len(essay) - 7)) == essay[-7:] + essay[:13]
+    assert bytes(text_tokens(len(essay) + 1, 0)) == essay + essay[:1]
+    assert bytes(text_tokens(9, 3 * len(essay) + 5)) == essay[5:14]
 
 
 def test_the_tolerance_is_fixed_by_sizes_and_grows_with_them() -> None:

@@ -47,7 +47,7 @@ def run(tmp_path):
         drop = ("LD_LIBRARY_PATH", "AFD_DSV4_SOFTNPU_DIR", "AFD_DSV4_REQUIRE_NPU", "PYTHONPATH")
         base = {name: value for name, value in os.environ.items() if name not in drop}
         given = {"AFD_DSV4_REQUIRE_NPU": str(int(required)), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment}
-        command = [sys.executable, "-m", "pytest", "-ra", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-ra", "-p", "no:cacheprovider", "-p", "no:warnings"]
         done = subprocess.run(
             command, cwd=tmp_path, env={**base, **given}, capture_output=True, text=True, check=False, timeout=120
         )

@@ -6,39 +6,31 @@ Problem: a plugin that silently stays off looks exactly like one that works, unt
 decision carries its reasons, and a mode that was asked for and refused is told apart from a mode that was never asked
 for.
 
-Chosen way: a pure function from the requested mode to a frozen :class:`Decision`. In this release the integration
-into the model runner does not exist, hence every mode ends in "off": ``off`` because it was asked for, ``afd`` and
-``colocated`` as a refusal.
+Chosen way: a pure function from the settings to a frozen :class:`Decision`. In this release the integration into the
+model runner does not exist, hence every mode ends in "off": ``off`` because it was asked for, ``afd`` and ``colocated``
+as a refusal.
 
-What it does not do: it looks at no installed package, imports nothing of the stack and changes nothing.
+What it does not do: it reads no environment, looks at no installed package and changes nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
-from afd_dsv4.config import Mode
-
-#: Environment variable with the requested mode. A variable, because plugin functions run before vLLM has a
-#: configuration, and because some vllm-ascend versions refuse an unknown key in ``additional_config``.
-MODE_VARIABLE: Final = "AFD_DSV4_MODE"
-
-#: Every mode that has a meaning.
-MODES: Final = tuple(mode.value for mode in Mode)
+from afd_dsv4.config import Mode, Settings
 
 
 @dataclass(frozen=True)
 class Decision:
     """What one process may do.
 
-    :param requested: the mode as it was asked for, spelled as found.
+    :param requested: the mode that was asked for.
     :param active: whether anything upstream may be wrapped. Always False in this release.
     :param refused: whether a mode other than ``off`` was asked for and not given.
     :param reasons: one sentence each, never empty.
     """
 
-    requested: str
+    requested: Mode
     active: bool
     refused: bool
     reasons: tuple[str, ...]
@@ -52,24 +44,13 @@ class Decision:
     def line(self) -> str:
         """Return the decision as one line for the log."""
         verdict = "on" if self.active else "refused, stays off" if self.refused else "off"
-        return f"mode {self.requested!r}: {verdict} ({'; '.join(self.reasons)})"
+        return f"mode {self.requested.value!r}: {verdict} ({'; '.join(self.reasons)})"
 
 
-def decide(requested: str | None) -> Decision:
-    """Decide on the requested mode.
-
-    :param requested: the value of :data:`MODE_VARIABLE`, or None where it is not set; surrounding blanks and case do
-        not count.
-    :returns: the decision. An unknown mode is a refusal, not an exception: the caller runs inside somebody else's
-        start-up.
-    """
-    if requested is None or not requested.strip():
-        return Decision("off", active=False, refused=False, reasons=(f"{MODE_VARIABLE} is not set",))
-    mode = requested.strip().lower()
-    if mode not in MODES:
-        reason = f"unknown mode; set {MODE_VARIABLE} to one of {', '.join(MODES)}"
-        return Decision(requested, active=False, refused=True, reasons=(reason,))
-    if mode == "off":
-        return Decision("off", active=False, refused=False, reasons=(f"{MODE_VARIABLE}=off",))
+def decide(settings: Settings) -> Decision:
+    """Decide on the mode that the settings ask for."""
+    mode = settings.mode
+    if mode is Mode.OFF:
+        return Decision(mode, active=False, refused=False, reasons=("no other mode was asked for",))
     reason = "not available in this release: the integration into the model runner is not there yet, native code runs"
     return Decision(mode, active=False, refused=True, reasons=(reason,))

@@ -6,9 +6,9 @@ Problem: vLLM calls a general plugin's function in the front end, the engine cor
 model-inspection process, possibly more than once, and an exception from it ends that process. A plugin that fails to
 import, on the other hand, is only logged and then missed.
 
-Chosen way: ``register`` never raises; it asks the gate, logs one line about its own state per process and keeps that
-state for :func:`state`. ``platform`` always returns None, because two active platform plugins stop vLLM. Neither
-imports torch or vLLM.
+Chosen way: ``register`` never raises; it reads the settings, asks the gate, logs one line about its own state per
+process and keeps that state for :func:`state`. Settings that cannot be read leave the plugin off, with one error line.
+``platform`` always returns None, because two active platform plugins stop vLLM. Neither imports torch or vLLM.
 
 What it does not do: in this release it wraps nothing. Every upstream symbol stays the identical object.
 """
@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from afd_dsv4 import __version__
-from afd_dsv4.gate import MODE_VARIABLE, Decision, decide
+from afd_dsv4.config import Settings, from_environment
+from afd_dsv4.gate import Decision, decide
+from afd_dsv4.geometry import InputError
 
 # A child of vLLM's own logger, so that the line appears where users look, with vLLM's handlers and level, and without
 # importing vLLM.
@@ -34,12 +36,14 @@ class PluginState:
 
     :param pid: process that ran it; a forked child that inherited the state sees its parent's id here.
     :param calls: how often it ran.
+    :param settings: as read from the environment, None where ``error`` is set.
     :param decision: the gate's decision, None where ``error`` is set.
     :param error: what went wrong, None where nothing did.
     """
 
     pid: int
     calls: int
+    settings: Settings | None
     decision: Decision | None
     error: str | None
 
@@ -58,23 +62,33 @@ def register() -> None:
     previous = _state
     calls = previous.calls + 1 if previous else 1
     try:
-        decision = decide(os.environ.get(MODE_VARIABLE))
-        _state = PluginState(os.getpid(), calls, decision, None)
-        # Once per process and decision: vLLM may load plugins again, and the log should not fill up.
-        if previous is None or previous.pid != _state.pid or previous.decision != decision:
-            level = logging.WARNING if decision.refused else logging.INFO
-            _logger.log(level, "afd-dsv4 %s, %s", __version__, decision.line())
+        settings = from_environment(os.environ)
+        decision = decide(settings)
+        _state = PluginState(os.getpid(), calls, settings, decision, None)
+        level = logging.WARNING if decision.refused else logging.INFO
+        _report(previous, level, decision.line())
+    except InputError as error:
+        _fail(previous, calls, " ".join(str(error).split()))
     except Exception as error:  # an exception here would end the host process
-        _state = PluginState(os.getpid(), calls, None, f"{type(error).__name__}: {error}")
-        _report_failure(_state.error)
+        _fail(previous, calls, f"{type(error).__name__}: {error}")
 
 
-def _report_failure(error: str | None) -> None:
-    """Log a failed registration; a logger that fails too must not hurt the host, the state still tells."""
+def _fail(previous: PluginState | None, calls: int, error: str) -> None:
+    """Stay off. A logger that fails too must not hurt the host; the state still tells."""
+    global _state
+    _state = PluginState(os.getpid(), calls, None, None, error)
     try:
-        _logger.error("afd-dsv4 %s, registration failed, stays off: %s", __version__, error)
+        _report(previous, logging.ERROR, f"stays off: {error}")
     except Exception:
         return
+
+
+def _report(previous: PluginState | None, level: int, line: str) -> None:
+    """Log once per process and outcome: vLLM may load plugins again, and the log should not fill up."""
+    now = _state
+    assert now is not None
+    if previous is None or (previous.pid, previous.decision, previous.error) != (now.pid, now.decision, now.error):
+        _logger.log(level, "afd-dsv4 %s, %s", __version__, line)
 
 
 def platform() -> None:

@@ -50,11 +50,12 @@ def test_no_upstream_symbol_changes_in_any_mode(stack, mode):
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_the_loader_ran_register_once_a_load_and_recorded_refusals(stack):
+def test_the_loader_ran_register_once_a_load_and_recorded_refusals_and_errors(stack):
     modes = probe(stack)["modes"]
     assert [modes[mode]["calls"] for mode in MODES] == [1, 2, 3, 4, 5]
-    assert [modes[mode]["error"] for mode in MODES] == [None] * 5
-    assert [modes[mode]["refused"] for mode in MODES] == [False, False, True, True, True]
+    wrong = "setting mode: 'nonsense'; choose one of off, afd, colocated"
+    assert [modes[mode]["error"] for mode in MODES] == [None, None, None, None, wrong]
+    assert [modes[mode]["refused"] for mode in MODES] == [False, False, True, True, False]
 
 
 @pytest.mark.parametrize("stack", STACKS)

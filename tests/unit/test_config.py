@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
-"""Settings: strict, with a default for everything."""
+"""Settings: strict, with a default for everything, from a mapping and from the environment."""
 
 import dataclasses
 
 import pytest
 
-from afd_dsv4.config import Mode, Settings, from_mapping
+from afd_dsv4.config import Mode, Settings, from_environment, from_mapping
 from afd_dsv4.geometry import InputError
 
 
@@ -37,10 +37,7 @@ def test_an_unknown_key_is_refused_with_the_known_ones():
         ({"slots": 2.0}, "setting slots: 2.0"),
         ({"slots": True}, "setting slots"),
         ({"drafts": -1}, "setting drafts: -1"),
-        ({"fence_timeout_s": 0}, "fence_timeout_s"),
-        ({"fence_timeout_s": float("inf")}, "fence_timeout_s"),
-        ({"fence_timeout_s": float("nan")}, "fence_timeout_s"),
-        ({"fence_timeout_s": "60"}, "fence_timeout_s"),
+        ({"fence_timeout_s": 60}, "unknown 'fence_timeout_s'"),
         ([("mode", "off")], "settings: list"),
     ],
 )
@@ -49,3 +46,45 @@ def test_a_wrong_value_is_refused_in_one_line(values, says):
         from_mapping(values)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"AFD_DSV4_CONFIG": " "}, {"AFD_DSV4_CONFIG": "{}"}, {"AFD_DSV4_MODE": ""}, {"OTHER": "{"}]
+)
+def test_an_environment_that_sets_nothing_leaves_everything_off(environment):
+    assert from_environment(environment) == Settings()
+
+
+def test_the_environment_holds_all_settings_as_one_json_object():
+    text = '{"mode": "colocated", "slots": 3, "drafts": 1}'
+    assert from_environment({"AFD_DSV4_CONFIG": text}) == Settings(Mode.COLOCATED, slots=3, drafts=1)
+
+
+@pytest.mark.parametrize("mode", ["afd", " AFD "])
+def test_the_mode_may_stand_in_a_variable_of_its_own_beside_other_settings(mode):
+    environment = {"AFD_DSV4_CONFIG": '{"slots": 4}', "AFD_DSV4_MODE": mode}
+    assert from_environment(environment) == Settings(Mode.AFD, slots=4)
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"AFD_DSV4_CONFIG": '{"mode": "afd"'}, "AFD_DSV4_CONFIG: "),
+        ({"AFD_DSV4_CONFIG": "mode=afd"}, 'give one such as {"mode": "afd", "slots": 2}'),
+        ({"AFD_DSV4_CONFIG": "[" * 100_000}, "is no JSON object"),
+        ({"AFD_DSV4_CONFIG": '["afd"]'}, "settings: list"),
+        ({"AFD_DSV4_CONFIG": '["afd"]', "AFD_DSV4_MODE": "afd"}, "settings: list"),
+        ({"AFD_DSV4_CONFIG": "null"}, "settings: NoneType"),
+        ({"AFD_DSV4_CONFIG": '{"mode": "off", "mode": "afd"}'}, "'mode' stands there twice"),
+        ({"AFD_DSV4_CONFIG": '{"slot": 2}'}, "unknown 'slot'; known are mode, slots, drafts"),
+        ({"AFD_DSV4_CONFIG": '{"slots": NaN}'}, "setting slots: nan"),
+        ({"AFD_DSV4_CONFIG": '{"mode": "off"}', "AFD_DSV4_MODE": "afd"}, "set it in one of the two"),
+        ({"AFD_DSV4_MODE": "turbo"}, "setting mode: 'turbo'; choose one of off, afd, colocated"),
+    ],
+)
+def test_an_environment_that_cannot_be_read_is_refused_in_one_line(environment, says):
+    with pytest.raises(InputError) as caught:
+        from_environment(environment)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300

@@ -11,43 +11,45 @@ import sys
 import pytest
 
 from afd_dsv4 import gate, plugin
+from afd_dsv4.config import CONFIG_VARIABLE, MODE_VARIABLE, Mode, Settings
 
 
 @pytest.fixture(autouse=True)
 def fresh_state(monkeypatch):
     monkeypatch.setattr(plugin, "_state", None)
-    monkeypatch.delenv(gate.MODE_VARIABLE, raising=False)
+    for variable in (CONFIG_VARIABLE, MODE_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
 
 
-@pytest.mark.parametrize("requested", [None, "", "  ", "off", " OFF "])
-def test_off_is_the_default_and_no_refusal(requested):
-    decision = gate.decide(requested)
-    assert (decision.requested, decision.active, decision.refused) == ("off", False, False)
+def registered(caplog):
+    with caplog.at_level(logging.INFO, "vllm.plugins.afd_dsv4"):
+        plugin.register()
+    state = plugin.state()
+    assert state is not None
+    return state
 
 
-@pytest.mark.parametrize("requested", ["afd", "colocated", "AFD"])
-def test_a_mode_that_this_release_lacks_is_refused_and_says_so(requested):
-    decision = gate.decide(requested)
+def test_off_is_the_default_and_no_refusal():
+    decision = gate.decide(Settings())
+    assert (decision.requested, decision.active, decision.refused) == (Mode.OFF, False, False)
+
+
+@pytest.mark.parametrize("mode", [Mode.AFD, Mode.COLOCATED])
+def test_a_mode_that_this_release_lacks_is_refused_and_says_so(mode):
+    decision = gate.decide(Settings(mode))
     assert decision.refused
     assert not decision.active
     assert "not available in this release" in decision.line()
 
 
-def test_an_unknown_mode_is_refused_with_what_was_found_and_what_to_do():
-    line = gate.decide("turbo").line()
-    assert "'turbo'" in line
-    assert "unknown mode" in line
-    assert "off, afd, colocated" in line
-
-
 def test_a_decision_without_a_reason_cannot_be_made():
     with pytest.raises(ValueError, match="reason"):
-        gate.Decision("off", active=False, refused=False, reasons=())
+        gate.Decision(Mode.OFF, active=False, refused=False, reasons=())
 
 
 def test_a_decision_cannot_be_active_and_refused():
     with pytest.raises(ValueError, match="at once"):
-        gate.Decision("afd", active=True, refused=True, reasons=("x",))
+        gate.Decision(Mode.AFD, active=True, refused=True, reasons=("x",))
 
 
 def test_register_logs_one_line_however_often_it_runs(caplog):
@@ -63,24 +65,58 @@ def test_register_logs_one_line_however_often_it_runs(caplog):
 
 
 def test_register_warns_when_a_mode_was_asked_for_and_not_given(caplog, monkeypatch):
-    monkeypatch.setenv(gate.MODE_VARIABLE, "afd")
-    with caplog.at_level(logging.INFO, "vllm.plugins.afd_dsv4"):
-        plugin.register()
+    monkeypatch.setenv(MODE_VARIABLE, "afd")
+    state = registered(caplog)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "stays off" in caplog.text
+    assert state.decision == gate.decide(Settings(Mode.AFD))
+
+
+def test_register_reads_all_settings_from_one_variable(caplog, monkeypatch):
+    monkeypatch.setenv(CONFIG_VARIABLE, '{"mode": "colocated", "slots": 3}')
+    state = registered(caplog)
+    assert state.settings == Settings(Mode.COLOCATED, slots=3)
+    assert "mode 'colocated': refused, stays off" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "says"),
+    [
+        (CONFIG_VARIABLE, '{"mdoe": "afd"}', "settings: unknown 'mdoe'; known are mode, slots, drafts"),
+        (CONFIG_VARIABLE, '{"mode":\n', "is no JSON object"),
+        (MODE_VARIABLE, "turbo", "setting mode: 'turbo'; choose one of off, afd, colocated"),
+    ],
+)
+def test_settings_that_cannot_be_read_leave_the_plugin_off_with_one_error_line(
+    caplog, monkeypatch, variable, text, says
+):
+    monkeypatch.setenv(variable, text)
+    registered(caplog)
+    state = registered(caplog)  # the second time says nothing new
+    assert (state.calls, state.settings, state.decision) == (2, None, None)
+    assert says in state.error
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    line = caplog.records[0].getMessage()
+    assert "stays off: " in line
+    assert line.endswith(state.error)
+    assert "\n" not in line
+
+
+def test_register_recovers_once_the_settings_can_be_read(caplog, monkeypatch):
+    monkeypatch.setenv(CONFIG_VARIABLE, "{")
+    assert registered(caplog).error
+    monkeypatch.delenv(CONFIG_VARIABLE)
+    assert registered(caplog).error is None
+    assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"]
 
 
 def test_register_survives_a_gate_that_fails_and_keeps_the_error(caplog, monkeypatch):
-    def broken(requested):
+    def broken(settings):
         raise RuntimeError("planted")
 
     monkeypatch.setattr(plugin, "decide", broken)
-    with caplog.at_level(logging.INFO, "vllm.plugins.afd_dsv4"):
-        plugin.register()
-    state = plugin.state()
-    assert state is not None
-    assert state.error == "RuntimeError: planted"
-    assert "registration failed" in caplog.text
+    assert registered(caplog).error == "RuntimeError: planted"
+    assert "stays off: RuntimeError: planted" in caplog.text
 
 
 def test_register_survives_a_logger_that_fails_too(monkeypatch):

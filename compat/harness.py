@@ -7,17 +7,23 @@ and importing both takes ten seconds.
 Way: `SchedulerProcess` starts `scheduler_worker.py` once and sends it any number of cases. The caller's process stays
 as it is, imports neither torch nor vLLM, and may itself run on a real NPU, on the software NPU or on neither; the
 answer says by which route it came. `admission_evidence` is the set of cases that the evidence run prints.
+What `plugin` means here: the state layers are filtered from the KV-cache specs before the scheduler sees them. That is
+what the plugin will do to a model; in this release it is not yet wired into the scheduler and does not run in the worker.
 Not here: vLLM's start-up check refuses servers whose longest sequence does not fit; it is reported
 (`Outcome.startup_blocks`), not enforced, because the published case was started in spite of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
+import os
+import selectors
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -50,7 +56,7 @@ class Case:
         max_num_batched_tokens: most tokens of one step.
         max_model_len: longest sequence.
         max_num_seqs: most running requests.
-        plugin: whether the state layers are left out of the KV cache.
+        plugin: whether the state layers are filtered out of the specs, as the plugin will do; it is not loaded itself.
         free_blocks: blocks that the pool can hand out.
         kv_bytes: memory of the KV cache.
         async_scheduling: two batches in flight.
@@ -152,9 +158,18 @@ class Outcome:
 
 
 class SchedulerProcess:
-    """The worker process, as a context manager. One case at a time."""
+    """The worker process, as a context manager. One case at a time.
 
-    def __init__(self, python: str = sys.executable, environment: Mapping[str, str] | None = None) -> None:
+    Args:
+        python: interpreter to run it with.
+        environment: its environment; this process's own if None.
+        seconds: longest wait for one answer, the first of which comes once vLLM is imported (10 s on an idle machine).
+    """
+
+    def __init__(
+        self, python: str = sys.executable, environment: Mapping[str, str] | None = None, seconds: float = 240
+    ) -> None:
+        self._seconds = seconds
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed with the worker
         self._child = subprocess.Popen(
             [python, "-m", "afd_dsv4.compat.scheduler_worker"],
@@ -162,8 +177,8 @@ class SchedulerProcess:
             stdout=subprocess.PIPE,
             stderr=self._log,
             env=None if environment is None else dict(environment),
-            encoding="utf-8",
         )
+        self._unread = b""
         self._ready: dict[str, Any] | None = None
 
     def __enter__(self) -> SchedulerProcess:
@@ -188,12 +203,12 @@ class SchedulerProcess:
         """Drive one case.
 
         Raises:
-            HarnessError: with vLLM's or vllm-ascend's own message.
+            HarnessError: with vLLM's or vllm-ascend's own message, or that the worker ended or did not answer in time.
         """
         self._started()
         assert self._child.stdin is not None
         try:
-            self._child.stdin.write(json.dumps(asdict(case)) + "\n")
+            self._child.stdin.write(json.dumps(asdict(case)).encode() + b"\n")
             self._child.stdin.flush()
         except BrokenPipeError:
             pass  # _read reports how the worker ended
@@ -206,7 +221,8 @@ class SchedulerProcess:
         """End the worker."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
-        self._child.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it ended before it read everything
+            self._child.stdin.close()
         try:
             self._child.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -221,15 +237,40 @@ class SchedulerProcess:
         return self._ready
 
     def _read(self) -> dict[str, Any]:
-        assert self._child.stdout is not None
-        line = self._child.stdout.readline()
+        line = self._line()
+        if line is None:
+            self._child.kill()  # a late answer would be taken for that of the next case
+            raise HarnessError(
+                f"the scheduler process was asked for an answer: found none in {self._seconds:g} s and ended it; give "
+                f"SchedulerProcess more seconds on a slow machine, else see its last words:\n{self._last_words()}"
+            )
         if not line:
-            status = self._child.wait()
-            self._log.seek(0)
-            tail = self._log.read().decode(errors="replace")[-2000:]
-            raise HarnessError(f"the scheduler process ended with status {status}; its last words:\n{tail}")
+            raise HarnessError(
+                f"the scheduler process ended with status {self._child.wait()}; its last words:\n{self._last_words()}"
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _line(self) -> bytes | None:
+        """The next line without its end, empty where the worker has closed its output, None when the time is over."""
+        assert self._child.stdout is not None
+        end = time.monotonic() + self._seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._child.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._unread:
+                if not selector.select(max(0.0, end - time.monotonic())):
+                    return None
+                # The descriptor itself: what a buffered reader has taken, the selector cannot see.
+                piece = os.read(self._child.stdout.fileno(), 1 << 16)
+                if not piece:
+                    return b""
+                self._unread += piece
+        line, self._unread = self._unread.split(b"\n", 1)
+        return line
+
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")[-2000:]
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,15 @@
 
 Problem: admission must be shown by the scheduler itself, not by our arithmetic, on machines with and without an NPU;
 and vllm-ascend patches vLLM for the whole process.
-Way: a process of its own that reads cases as JSON lines and answers with JSON lines. Nothing is computed here: specs,
-KV groups, block sizes, managers, needs and steps all come from vLLM and vllm-ascend. Two routes, named in each answer:
+Way: a process of its own that reads cases as JSON lines and answers with JSON lines. KV groups, managers, needs and
+steps all come from vLLM and vllm-ascend. Where the specs come from depends on the route, which each answer names:
   npu_platform   torch_npu loads (a real NPU or the software NPU): the unmodified NPUPlatform, and each spec from the
                  model's own cache class (`get_kv_cache_spec`).
   stand_in       torch_npu does not load: vllm-ascend's KV-cache modules alone, with device detection standing in as
-                 Atlas A3, and the same specs built from numbers read out of vllm-ascend's source.
+                 Atlas A3. Here the specs are ours: vllm-ascend's spec classes, filled by our table of its layers
+                 with the block sizes read out of its source. The other route compares them with the model's own.
+For a case with `plugin` the compressor state layers are filtered from these specs before the scheduler sees them, and
+nothing else: the plugin itself is not yet wired into the scheduler and is not loaded here.
 Not here: a model, weights, a worker, KV tensors. A finished step is reported to the scheduler with an invented token.
 """
 
@@ -201,7 +204,7 @@ def run(stack: Stack, case: harness.Case) -> harness.Outcome:
     config = stack.config(case)
     import_module("vllm.v1.core.single_type_kv_cache_manager").register_all_kvcache_specs(config)
     specs = stack.specs(case, config)
-    if case.plugin:  # what the plugin does to the model: its state layers have no KV-cache spec
+    if case.plugin:  # what the plugin will do to the model, done here by hand: no KV-cache spec for its state layers
         specs = {name: spec for name, spec in specs.items() if not name.endswith(".state_cache")}
     groups = utils.get_kv_cache_groups(config, specs)
     block_bytes = _block_bytes(utils, config, groups)
@@ -329,6 +332,26 @@ def _kind(group: Any) -> str:
     return f"c{spec.compress_ratio}_mla"
 
 
+def _caches(geometry: ModelGeometry) -> Iterator[tuple[str, str, CompressorKind | None]]:
+    """Role, layer name and compressor of every cache, in the order in which the model makes them."""
+    for index, ratio in enumerate(geometry.compress_ratios):
+        prefix = f"model.layers.{index}.attn"
+        kind = {4: CompressorKind.C4, 128: CompressorKind.C128}.get(ratio)
+        if kind is not None:
+            yield "state", f"{prefix}.compressor.state_cache", kind
+        if kind is CompressorKind.C4:
+            yield "indexer", f"{prefix}.indexer.k_cache", CompressorKind.C4_INDEXER
+            yield "state", f"{prefix}.indexer.compressor.state_cache", CompressorKind.C4_INDEXER
+        yield "window", f"{prefix}.swa_cache", None
+        if kind is not None:
+            yield "attention", prefix, kind
+
+
+def _state_dim(geometry: ModelGeometry, kind: CompressorKind) -> int:
+    head_dim = geometry.index_head_dim if kind is CompressorKind.C4_INDEXER else geometry.head_dim
+    return 2 * kind.coff * head_dim
+
+
 def _specs_of_model_classes(geometry: ModelGeometry, config: Any) -> dict[str, Any]:
     """Ask vllm-ascend's own cache classes, with the arguments that its model gives them."""
     torch = import_module("torch")
@@ -336,61 +359,40 @@ def _specs_of_model_classes(geometry: ModelGeometry, config: Any) -> dict[str, A
     layer = import_module("vllm_ascend.models.layer.attention.layer")
     cache = config.cache_config
     rows = layer.DSV4_BLOCK_SIZES[cache.block_size][0]
-    specs: dict[str, Any] = {}
 
-    def keep(name: str, module: Any) -> None:
-        specs[name] = module.get_kv_cache_spec(config)
-
-    def state(prefix: str, kind: CompressorKind, head_dim: int) -> None:
-        name = f"{prefix}.compressor.state_cache"
-        keep(
-            name,
-            model.AscendCompressorStateCache(
-                state_dim=2 * kind.coff * head_dim,
+    def module(role: str, name: str, kind: CompressorKind | None) -> Any:
+        if role == "state":
+            assert kind is not None
+            return model.AscendCompressorStateCache(
+                state_dim=_state_dim(geometry, kind),
                 dtype=torch.float32,
                 compress_ratio=kind.ratio,
                 block_size=rows[2] if kind.ratio == 4 else rows[3],
                 prefix=name,
-            ),
-        )
+            )
+        if role == "indexer":
+            return model.AscendDeepseekV4IndexerCache(
+                head_dim=geometry.index_head_dim, dtype=torch.int8, prefix=name, cache_config=cache, compress_ratio=4
+            )
+        if role == "window":
+            return model.AscendDeepseekV4SWACache(
+                head_dim=geometry.head_dim,
+                window_size=geometry.sliding_window,
+                dtype=torch.bfloat16,
+                prefix=name,
+                cache_config=cache,
+            )
+        assert kind is not None
+        # The attention layer without its weights: its method reads these three attributes.
+        attention = layer.DSAAttention.__new__(layer.DSAAttention)
+        torch.nn.Module.__init__(attention)
+        attention.compress_ratio = kind.ratio
+        attention.kv_cache_dtype = "auto"
+        attention.head_size = geometry.head_dim
+        return attention
 
     with import_module("vllm.config").set_current_vllm_config(config):
-        for index, ratio in enumerate(geometry.compress_ratios):
-            prefix = f"model.layers.{index}.attn"
-            if ratio == 4:
-                state(prefix, CompressorKind.C4, geometry.head_dim)
-                indexer = f"{prefix}.indexer"
-                keep(
-                    f"{indexer}.k_cache",
-                    model.AscendDeepseekV4IndexerCache(
-                        head_dim=geometry.index_head_dim,
-                        dtype=torch.int8,
-                        prefix=f"{indexer}.k_cache",
-                        cache_config=cache,
-                        compress_ratio=4,
-                    ),
-                )
-                state(indexer, CompressorKind.C4_INDEXER, geometry.index_head_dim)
-            elif ratio == 128:
-                state(prefix, CompressorKind.C128, geometry.head_dim)
-            keep(
-                f"{prefix}.swa_cache",
-                model.AscendDeepseekV4SWACache(
-                    head_dim=geometry.head_dim,
-                    window_size=geometry.sliding_window,
-                    dtype=torch.bfloat16,
-                    prefix=f"{prefix}.swa_cache",
-                    cache_config=cache,
-                ),
-            )
-            if ratio:
-                # The attention layer without its weights: its method reads these three attributes.
-                attention = layer.DSAAttention.__new__(layer.DSAAttention)
-                torch.nn.Module.__init__(attention)
-                attention.compress_ratio = ratio
-                attention.kv_cache_dtype = "auto"
-                attention.head_size = geometry.head_dim
-                keep(prefix, attention)
+        specs = {name: module(role, name, kind).get_kv_cache_spec(config) for role, name, kind in _caches(geometry)}
     config.compilation_config.static_forward_context.clear()
     return specs
 
@@ -399,57 +401,38 @@ def _specs_from_table(geometry: ModelGeometry, config: Any, table: dict[int, Any
     """The same specs, from the numbers in vllm-ascend's source. The other route compares them with its own."""
     torch = import_module("torch")
     (kv_rows, swa_rows, c4_rows, c128_rows), (indexer_page, other_page) = table[config.cache_config.block_size]
-    cache_dtype = config.cache_config.cache_dtype
-    specs: dict[str, Any] = {}
+    deepseek = {"model_version": "deepseek_v4", "cache_dtype_str": config.cache_config.cache_dtype, "num_kv_heads": 1}
 
-    def compressed(name: str, head: int, ratio: int, dtype: Any, **more: Any) -> None:
-        specs[name] = specs_module.AscendMLAAttentionSpec(
-            block_size=kv_rows,
-            num_kv_heads=1,
-            head_size=head,
-            dtype=dtype,
-            model_version="deepseek_v4",
-            compress_ratio=ratio,
-            cache_dtype_str=cache_dtype,
-            **more,
-        )
-
-    def state(prefix: str, kind: CompressorKind, head_dim: int) -> None:
-        dim = 2 * kind.coff * head_dim
-        specs[f"{prefix}.compressor.state_cache"] = specs_module.AscendSlidingWindowMLASpec(
-            block_size=c4_rows if kind.ratio == 4 else c128_rows,
-            num_kv_heads=1,
-            head_size=dim,
-            dtype=torch.float32,
-            sliding_window=kind.coff * kind.ratio,
-            alignment=None,
-            page_size_padded=indexer_page if dim == 512 and kind.ratio == 4 else other_page,
-        )
-
-    for index, ratio in enumerate(geometry.compress_ratios):
-        prefix = f"model.layers.{index}.attn"
-        if ratio == 4:
-            state(prefix, CompressorKind.C4, geometry.head_dim)
-            name = f"{prefix}.indexer"
-            compressed(
-                f"{name}.k_cache", geometry.index_head_dim, 4, torch.int8, scale_dim=1, scale_dtype=torch.float16
+    def spec(role: str, kind: CompressorKind | None) -> Any:
+        if role == "window":
+            return specs_module.AscendSlidingWindowMLASpec(
+                block_size=swa_rows,
+                head_size=geometry.head_dim,
+                dtype=torch.bfloat16,
+                sliding_window=geometry.sliding_window,
+                alignment=None,
+                **deepseek,
             )
-            state(name, CompressorKind.C4_INDEXER, geometry.index_head_dim)
-        elif ratio == 128:
-            state(prefix, CompressorKind.C128, geometry.head_dim)
-        specs[f"{prefix}.swa_cache"] = specs_module.AscendSlidingWindowMLASpec(
-            block_size=swa_rows,
-            num_kv_heads=1,
-            head_size=geometry.head_dim,
-            dtype=torch.bfloat16,
-            sliding_window=geometry.sliding_window,
-            cache_dtype_str=cache_dtype,
-            model_version="deepseek_v4",
-            alignment=None,
+        assert kind is not None
+        if role == "state":
+            dim = _state_dim(geometry, kind)
+            return specs_module.AscendSlidingWindowMLASpec(
+                block_size=c4_rows if kind.ratio == 4 else c128_rows,
+                num_kv_heads=1,
+                head_size=dim,
+                dtype=torch.float32,
+                sliding_window=kind.coff * kind.ratio,
+                alignment=None,
+                page_size_padded=indexer_page if dim == 512 and kind.ratio == 4 else other_page,
+            )
+        head, dtype, more = geometry.head_dim, torch.bfloat16, {}
+        if role == "indexer":
+            head, dtype, more = geometry.index_head_dim, torch.int8, {"scale_dim": 1, "scale_dtype": torch.float16}
+        return specs_module.AscendMLAAttentionSpec(
+            block_size=kv_rows, head_size=head, dtype=dtype, compress_ratio=kind.ratio, **deepseek, **more
         )
-        if ratio:
-            compressed(prefix, geometry.head_dim, ratio, torch.bfloat16)
-    return specs
+
+    return {name: spec(role, kind) for role, name, kind in _caches(geometry)}
 
 
 def _block_sizes_in_source(path: Path) -> dict[int, Any]:

@@ -212,9 +212,8 @@ def admit(plan: KvPlan, tokens: int, limits: SchedulerLimits, free_blocks: int |
             f"the whole prompt needs {sum(whole.values()):,} blocks ({_shares(whole)}); how many are free is not known"
         )
         return Admission(whole, chunk, None, None, text)
-    # Two checks, as in allocate_slots: everything must fit, then the chunk is taken. The second can only fail where
-    # other requests hold blocks; it is here because this function is the definition of the pair.
-    admitted = sum(whole.values()) <= free_blocks and sum(chunk.values()) <= free_blocks
+    # allocate_slots also asks whether the chunk fits; no group's chunk needs more than its whole prompt.
+    admitted = sum(whole.values()) <= free_blocks
     reason = _why_it_starts(whole, free_blocks) if admitted else _why_it_waits(plan, tokens, limits, free_blocks, whole)
     return Admission(whole, chunk, free_blocks, admitted, reason)
 
@@ -232,12 +231,11 @@ def first_step(plan: KvPlan, prompts: Sequence[int], limits: SchedulerLimits, fr
     for index, tokens in enumerate(prompts[: limits.max_num_seqs]):
         check_prompt(tokens, limits)
         chunk = min(tokens, budget)
-        need = sum(plan.chunk(chunk).values())
-        if chunk == 0 or sum(plan.whole_prompt(tokens, limits).values()) > free or need > free:
+        if chunk == 0 or sum(plan.whole_prompt(tokens, limits).values()) > free:
             break
         given[index] = chunk
         budget -= chunk
-        free -= need
+        free -= sum(plan.chunk(chunk).values())
     return tuple(given)
 
 

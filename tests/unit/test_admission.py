@@ -75,6 +75,23 @@ def test_a_window_that_is_not_full_has_no_compressed_row():
     assert plan().chunk(3)["c4_mla"] == 0
 
 
+@given(
+    model=st.sampled_from(["flash", "pro"]),
+    block_size=st.sampled_from([32, 64, 128]),
+    plugin=st.booleans(),
+    tokens=st.integers(1, LONGEST),
+    batch=st.integers(1, LONGEST),
+    flights=st.sampled_from([1, 2]),
+)
+def test_no_group_needs_more_for_a_first_chunk_than_for_the_whole_prompt(
+    model, block_size, plugin, tokens, batch, flights
+):
+    limits = SchedulerLimits(batch, LONGEST, batches_in_flight=flights)
+    first = plan(model, block_size, plugin).chunk(min(tokens, batch))
+    whole = plan(model, block_size, plugin).whole_prompt(tokens, limits)
+    assert all(first[name] <= whole[name] for name in GROUP_NAMES)
+
+
 @pytest.mark.parametrize(
     ("model", "block_size", "block_bytes"),
     [("flash", 128, 22 * (131072 + 16640)), ("pro", 128, 31 * (131072 + 16640)), ("pro", 64, 2289536)],

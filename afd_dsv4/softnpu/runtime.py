@@ -67,7 +67,7 @@ def install() -> Installed:
 @functools.cache
 def _acl() -> ctypes.CDLL:
     library = ctypes.CDLL("libascendcl.so")
-    for name in ("softnpu_device_bytes", "softnpu_device_peak_bytes", "softnpu_tasks_run", "softnpu_delay_injected_us"):
+    for name in ("softnpu_device_bytes", "softnpu_device_peak_bytes", "softnpu_delay_injected_us"):
         getattr(library, name).restype = ctypes.c_uint64
     library.softnpu_schedule_delay_us.restype = ctypes.c_uint32
     library.softnpu_schedule_delay_us.argtypes = [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64]
@@ -113,11 +113,6 @@ def device_peak_bytes(device: int = 0) -> int:
 def reset_peak(device: int = 0) -> None:
     """Start a new peak measurement."""
     _acl().softnpu_reset_peak(device)
-
-
-def tasks_run() -> int:
-    """Return how many stream tasks have run."""
-    return int(_acl().softnpu_tasks_run())
 
 
 def delay_injected_us() -> int:

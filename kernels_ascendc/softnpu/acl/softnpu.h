@@ -32,8 +32,7 @@ uint64_t softnpu_device_bytes(int32_t device);
 uint64_t softnpu_device_peak_bytes(int32_t device);
 void softnpu_reset_peak(int32_t device);
 
-// Tasks executed by all streams so far; total delay injected by the adversarial schedule in microseconds.
-uint64_t softnpu_tasks_run(void);
+// Total delay injected by the adversarial schedule so far, in microseconds.
 uint64_t softnpu_delay_injected_us(void);
 
 // Records an error of the device, as a failing task does. For fault injection in tests.

@@ -29,7 +29,7 @@ Registry& registry() {
 }
 
 std::atomic<int32_t> g_next_id{0};
-std::atomic<uint64_t> g_tasks_run{0}, g_delay_injected{0};
+std::atomic<uint64_t> g_delay_injected{0};
 std::atomic<bool> g_exiting{false};
 thread_local bool t_on_stream_thread = false;
 
@@ -123,7 +123,6 @@ void Stream::execute(Task& task) {
   } catch (...) {
     post_device_error(device_, "stream " + std::to_string(id_) + ": unknown exception");
   }
-  ++g_tasks_run;
 }
 
 void Stream::run() {
@@ -274,5 +273,4 @@ SOFTNPU_API void softnpu_push(void* stream, void (*fn)(void*), void* arg, void (
   stream_of(stream)->push([fn, owner] { fn(owner.get()); });
 }
 SOFTNPU_API int softnpu_exiting() { return exiting() ? 1 : 0; }
-SOFTNPU_API uint64_t softnpu_tasks_run() { return g_tasks_run; }
 SOFTNPU_API uint64_t softnpu_delay_injected_us() { return g_delay_injected; }

@@ -8,7 +8,7 @@ Way: `SchedulerProcess` starts `scheduler_worker.py` once and sends it any numbe
 as it is, imports neither torch nor vLLM, and may itself run on a real NPU, on the software NPU or on neither; the
 answer says by which route it came. `admission_evidence` is the set of cases that the evidence run prints.
 What `plugin` means here: the state layers are filtered from the KV-cache specs before the scheduler sees them. That is
-what the plugin will do to a model; in this release it is not yet wired into the scheduler and does not run in the worker.
+what the plugin will do to a model; in this release it is not yet wired into the scheduler and is not loaded here.
 Not here: vLLM's start-up check refuses servers whose longest sequence does not fit; it is reported
 (`Outcome.startup_blocks`), not enforced, because the published case was started in spite of it.
 """

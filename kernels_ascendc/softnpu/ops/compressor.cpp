@@ -25,6 +25,7 @@
 #include "kernels.h"
 #include "numeric.h"
 #include "projection.h"
+#include "refusal.h"
 #include "settings.h"
 
 namespace softnpu {
@@ -36,8 +37,6 @@ constexpr int64_t kMaxPoolRows = 256;
 constexpr int64_t kMaxHeadDim = 4096;
 
 // ---------------------------------------------------------------------------------------------- checks
-
-std::string text(int64_t value) { return std::to_string(value); }
 
 std::string dtype_name(int dtype) {
   switch (dtype) {
@@ -54,18 +53,8 @@ std::string dtype_name(int dtype) {
   }
 }
 
-std::string shape_text(const SoftnpuTensor& t) {
-  std::string result = "[";
-  for (int i = 0; i < t.dims; ++i) result += (i ? ", " : "") + text(t.shape[i]);
-  return result + "]";
-}
-
-struct Refused {
-  std::string message;
-};
-
 [[noreturn]] void fail(const std::string& argument, const std::string& found, const std::string& expected) {
-  throw Refused{"compressor: " + argument + ": found " + found + ", expected " + expected};
+  refuse_argument("compressor", argument, found, expected);
 }
 
 [[noreturn]] void fail_limit(const std::string& argument, const std::string& found, const std::string& expected,
@@ -89,12 +78,6 @@ void expect_size(const char* name, const SoftnpuTensor& t, int dim, int64_t size
 
 void expect_dtype(const char* name, const SoftnpuTensor& t, int dtype, const std::string& why) {
   if (t.dtype != dtype) fail(name, dtype_name(t.dtype), dtype_name(dtype) + (why.empty() ? "" : " (" + why + ")"));
-}
-
-int64_t elements(const SoftnpuTensor& t) {
-  int64_t count = 1;
-  for (int i = 0; i < t.dims; ++i) count *= t.shape[i];
-  return count;
 }
 
 void expect_rows(const char* name, const SoftnpuTensor& t, bool dense) {
@@ -632,11 +615,7 @@ using namespace softnpu;
 extern "C" {
 
 int softnpu_compressor_check(SoftnpuCompressorArgs* args) {
-  try {
-    check(*args);
-  } catch (const Refused& refused) {
-    return refuse(refused.message);
-  }
+  if (const int status = checked([&] { check(*args); })) return status;
   args->saturate = option(Option::saturate);
   args->cores = option(Option::cores);
   args->seed = option(Option::seed);

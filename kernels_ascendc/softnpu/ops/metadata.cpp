@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "refusal.h"
 #include "settings.h"
 
 namespace softnpu {
@@ -15,20 +16,8 @@ namespace {
 
 constexpr int64_t kFlat = 1, kBlockOffset = 2;
 
-std::string text(int64_t value) { return std::to_string(value); }
-
-struct Refused {
-  std::string message;
-};
-
 void expect(bool holds, const std::string& argument, const std::string& found, const std::string& expected) {
-  if (!holds) throw Refused{"compressor_metadata: " + argument + ": found " + found + ", expected " + expected};
-}
-
-std::string shape_text(const SoftnpuTensor& t) {
-  std::string result = "[";
-  for (int i = 0; i < t.dims; ++i) result += (i ? ", " : "") + text(t.shape[i]);
-  return result + "]";
+  if (!holds) refuse_argument("compressor_metadata", argument, found, expected);
 }
 
 bool contiguous(const SoftnpuTensor& t) {
@@ -74,9 +63,8 @@ void check(const SoftnpuMetadataArgs& a) {
   expect(out_cos.shape[0] > 0, "compress_cos", shape_text(out_cos), "at least one row");
   expect(out_cos.shape[out_cos.dims - 1] == cos.shape[1], "compress_cos", shape_text(out_cos),
          "last dim " + text(cos.shape[1]));
-  int64_t elements = 1;
-  for (int i = 0; i < out_cos.dims; ++i) elements *= out_cos.shape[i];
-  expect(elements == out_cos.shape[0] * cos.shape[1], "compress_cos", shape_text(out_cos), "[rows, 1, ..., dim]");
+  expect(elements(out_cos) == out_cos.shape[0] * cos.shape[1], "compress_cos", shape_text(out_cos),
+         "[rows, 1, ..., dim]");
   bool same = out_sin.dims == out_cos.dims;
   for (int i = 0; same && i < out_cos.dims; ++i) same = out_sin.shape[i] == out_cos.shape[i];
   expect(same, "compress_sin", shape_text(out_sin), shape_text(out_cos));
@@ -109,12 +97,7 @@ using namespace softnpu;
 extern "C" {
 
 int softnpu_metadata_check(const SoftnpuMetadataArgs* args) {
-  try {
-    check(*args);
-  } catch (const Refused& refused) {
-    return refuse(refused.message);
-  }
-  return SOFTNPU_OK;
+  return checked([&] { check(*args); });
 }
 
 int softnpu_metadata_run(const SoftnpuMetadataArgs* args) {

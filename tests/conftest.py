@@ -21,6 +21,8 @@ import hypothesis
 import numpy as np
 import pytest
 
+from afd_dsv4.softnpu.runtime import is_active
+
 #: Seed of the ``rng`` fixture; set the variable to replay or to vary a run.
 SEED = int(os.environ.get("AFD_DSV4_TEST_SEED", "0"))
 
@@ -55,7 +57,7 @@ def broken_torch_npu() -> str | None:
 @cache
 def missing_npu() -> str | None:
     """Why the tests marked npu cannot run here. They turn the software NPU's own knobs, so a real NPU does not do."""
-    if not on_softnpu():
+    if not is_active():
         return f"drives the software NPU (its waivers, schedules and counters), and this process is not on it; {REMEDY}"
     return broken_torch_npu()
 
@@ -80,7 +82,7 @@ def missing_stack() -> str | None:
 @cache
 def missing_device() -> str | None:
     """Why no real accelerator is there; the software NPU is none."""
-    if on_softnpu():
+    if is_active():
         return "runs on the software NPU; needs a real accelerator"
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
@@ -89,12 +91,6 @@ def missing_device() -> str | None:
     if torch.cuda.is_available() or broken_torch_npu() is None:
         return None
     return "no real accelerator"
-
-
-def on_softnpu() -> bool:
-    """Whether the launcher of the software NPU started this process."""
-    libraries = os.environ.get("AFD_DSV4_SOFTNPU_DIR")
-    return bool(libraries) and libraries in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
 
 
 REASONS = {"npu": missing_npu, "vllm_runtime": missing_stack, "device": missing_device}
@@ -144,7 +140,7 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 def pytest_report_header() -> list[str]:
     """Everything random about this run."""
-    device = "software NPU" if on_softnpu() else "of this machine"
+    device = "software NPU" if is_active() else "of this machine"
     seeds = f"AFD_DSV4_TEST_SEED={SEED} SOFTNPU_SEED={os.environ.get('SOFTNPU_SEED', '0')}"
     return [f"afd-dsv4: device {device}, seeds: {seeds}, AFD_DSV4_HYPOTHESIS={PROFILE}"]
 

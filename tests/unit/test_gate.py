@@ -82,7 +82,7 @@ def test_register_reads_all_settings_from_one_variable(caplog, monkeypatch):
 @pytest.mark.parametrize(
     ("variable", "text", "says"),
     [
-        (CONFIG_VARIABLE, '{"mdoe": "afd"}', "settings: unknown 'mdoe'; known are mode, slots, drafts"),
+        (CONFIG_VARIABLE, '{"modes": "afd"}', "settings: unknown 'modes'; known are mode, slots, drafts"),
         (CONFIG_VARIABLE, '{"mode":\n', "is no JSON object"),
         (MODE_VARIABLE, "turbo", "setting mode: 'turbo'; choose one of off, afd, colocated"),
     ],

@@ -24,6 +24,8 @@ from typing import Any
 FP32_BYTES = 4
 SUPPORTED_RATIOS = (0, 4, 128)
 FUTURE_RATIOS = (1, 2)  # DeepSeek-V4.1: no APE, no overlap
+MOST_LAYERS = 10_000  # far above any model, and still planned at once
+MOST = 1 << 40  # any other size: beyond any machine, and small enough that no figure turns into infinity
 
 
 class InputError(ValueError):
@@ -36,9 +38,19 @@ class InputError(ValueError):
         self.remedy = remedy
 
 
-def _whole(value: object, what: str, *, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InputError(what, reprlib.repr(value), f"it must be a whole number of at least {least}")
+class _Short(reprlib.Repr):
+    """Shortens long numbers too; Python itself refuses to write out more than 4,300 digits."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        return super().repr_int(x, level) if x.bit_length() <= 64 else f"a number of {x.bit_length()} bits"
+
+
+_short = _Short().repr
+
+
+def _whole(value: object, what: str, *, least: int, most: int = MOST) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise InputError(what, _short(value), f"it must be a whole number from {least} to {most}")
     return value
 
 
@@ -91,7 +103,8 @@ class ModelGeometry:
     Draft (MTP) layers own no compressor; they are counted in `num_nextn_layers` only.
 
     Raises:
-        InputError: a ratio that is not 0, 4 or 128, a list of the wrong length, or a size below 1.
+        InputError: a ratio that is not 0, 4 or 128, a list of the wrong length, a size below 1 or above `MOST`, or
+            more than `MOST_LAYERS` layers.
     """
 
     name: str
@@ -116,7 +129,12 @@ class ModelGeometry:
             "max_position_embeddings",
             "num_nextn_layers",
         ):
-            _whole(getattr(self, field), f"{self.name}: {field}", least=0 if field == "num_nextn_layers" else 1)
+            _whole(
+                getattr(self, field),
+                f"{self.name}: {field}",
+                least=0 if field == "num_nextn_layers" else 1,
+                most=MOST_LAYERS if field in ("num_layers", "num_nextn_layers") else MOST,
+            )
         if len(self.compress_ratios) != self.num_layers:
             raise InputError(
                 f"{self.name}: compress_ratios",
@@ -191,11 +209,9 @@ def from_hf_config(config: Mapping[str, Any], name: str) -> ModelGeometry:
     """
     model_type = config.get("model_type", "deepseek_v4")
     if model_type != "deepseek_v4":
-        raise InputError(
-            f"{name}: model_type", reprlib.repr(model_type), "only deepseek_v4 models have these compressors"
-        )
-    num_layers = _read(config, "num_hidden_layers", name)
-    num_nextn = _read(config, "num_nextn_predict_layers", name, default=0, least=0)
+        raise InputError(f"{name}: model_type", _short(model_type), "only deepseek_v4 models have these compressors")
+    num_layers = _read(config, "num_hidden_layers", name, most=MOST_LAYERS)
+    num_nextn = _read(config, "num_nextn_predict_layers", name, default=0, least=0, most=MOST_LAYERS)
     head_dim = _read(config, "head_dim", name)
     if "qk_rope_head_dim" in config:
         rope = _read(config, "qk_rope_head_dim", name)
@@ -204,7 +220,7 @@ def from_hf_config(config: Mapping[str, Any], name: str) -> ModelGeometry:
         if not isinstance(factor, (int, float)) or not 0 < factor <= 1:  # refuses nan as well
             raise InputError(
                 f"{name}: qk_rope_head_dim",
-                f"missing, and partial_rotary_factor is {reprlib.repr(factor)}",
+                f"missing, and partial_rotary_factor is {_short(factor)}",
                 "add either to the config, the factor above 0 and at most 1",
             )
         rope = int(head_dim * factor)
@@ -247,7 +263,7 @@ class PageLayout:
     page, `other_page_bytes` of the C4 main and C128 state pages.
 
     Raises:
-        InputError: a size below 1.
+        InputError: a size below 1 or above `MOST`.
     """
 
     block_size: int
@@ -351,7 +367,7 @@ def _ratios(config: Mapping[str, Any], name: str, num_layers: int, num_nextn: in
 
 def _ratio_of_type(config: Mapping[str, Any], entry: object, name: str, layer: int) -> int:
     if not isinstance(entry, str) or entry not in _LAYER_TYPES:
-        raise InputError(f"{name}: type of layer {layer}", reprlib.repr(entry), f"use one of {', '.join(_LAYER_TYPES)}")
+        raise InputError(f"{name}: type of layer {layer}", _short(entry), f"use one of {', '.join(_LAYER_TYPES)}")
     rates = config.get("compress_rates") or {}
     if not isinstance(rates, Mapping):
         raise InputError(f"{name}: compress_rates", f"{type(rates).__name__}", "it must map layer types to ratios")
@@ -364,11 +380,13 @@ def _check_ratio(ratio: object, what: str) -> None:
             return
         if ratio in FUTURE_RATIOS:
             raise InputError(what, f"{ratio}", "ratios 1 and 2 belong to DeepSeek-V4.1, which is not supported yet")
-    raise InputError(what, reprlib.repr(ratio), "supported are 0 (no compressor), 4 and 128")
+    raise InputError(what, _short(ratio), "supported are 0 (no compressor), 4 and 128")
 
 
-def _read(config: Mapping[str, Any], key: str, name: str, *, default: int | None = None, least: int = 1) -> int:
+def _read(
+    config: Mapping[str, Any], key: str, name: str, *, default: int | None = None, least: int = 1, most: int = MOST
+) -> int:
     value = config.get(key, default)
     if value is None:
         raise InputError(f"{name}: {key}", "missing", "add it to the config")
-    return _whole(value, f"{name}: {key}", least=least)
+    return _whole(value, f"{name}: {key}", least=least, most=most)

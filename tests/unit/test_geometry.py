@@ -8,6 +8,8 @@ import json
 import pytest
 
 from afd_dsv4.geometry import (
+    MOST,
+    MOST_LAYERS,
     STACKS,
     CompressorKind,
     InputError,
@@ -107,10 +109,15 @@ def test_entries_of_draft_layers_are_optional_and_dropped():
         ({"compress_ratios": "0, 4"}, "it must be a list"),
         ({"compress_ratios": {"0": 4}}, "it must be a list"),
         ({"hidden_size": None}, "hidden_size: missing"),
-        ({"hidden_size": -4096}, "it must be a whole number of at least 1"),
+        ({"hidden_size": -4096}, "it must be a whole number from 1 to 1099511627776"),
         ({"hidden_size": "4096"}, "'4096'"),
         ({"head_dim": 0}, "head_dim: 0"),
-        ({"num_hidden_layers": 10**12}, "entries for 1000000000000 layers"),
+        ({"num_hidden_layers": 10_000}, "entries for 10000 layers"),
+        ({"num_hidden_layers": 10_001}, "num_hidden_layers: 10001; it must be a whole number from 1 to 10000"),
+        ({"num_nextn_predict_layers": 10_001}, "num_nextn_predict_layers: 10001; it must be a whole number from 0 to"),
+        ({"max_position_embeddings": MOST + 1}, "max_position_embeddings: 1099511627777; it must be"),
+        ({"model_type": [10**5000]}, "[a number of 16610 bits]"),
+        ({"compress_ratios": [0, 4, 10**5000, 4]}, "compress ratio of layer 2: a number of 16610 bits"),
         ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers"),
         ({"model_type": "llama"}, "only deepseek_v4 models"),
         ({"qk_rope_head_dim": 256}, "wider than a head"),
@@ -121,6 +128,43 @@ def test_an_impossible_config_is_refused_in_one_line_that_says_why(change, says)
         from_hf_config({**RELEASED, **change}, "m")
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_nextn_predict_layers",
+    "head_dim",
+    "index_head_dim",
+    "qk_rope_head_dim",
+    "sliding_window",
+    "max_position_embeddings",
+)
+
+
+@pytest.mark.parametrize("field", SIZES)
+@pytest.mark.parametrize("digits", [400, 4000, 100_000])  # above 4,300 Python refuses to write a number out
+def test_a_size_beyond_any_machine_is_refused_and_shown_shortened(field, digits):
+    with pytest.raises(InputError) as caught:
+        from_hf_config({**RELEASED, field: 10**digits}, "m")
+    assert f"m: {field}: a number of {(10**digits).bit_length()} bits; it must be" in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+def test_a_head_too_wide_for_a_float_is_refused_before_the_rotary_factor_is_applied():
+    config = {key: value for key, value in RELEASED.items() if key != "qk_rope_head_dim"}
+    with pytest.raises(InputError, match="head_dim: a number of 1329 bits"):
+        from_hf_config({**config, "head_dim": 10**400, "partial_rotary_factor": 0.125}, "m")
+
+
+def test_a_model_or_a_page_layout_made_by_hand_keeps_to_the_same_limits():
+    ModelGeometry("m", MOST, MOST_LAYERS, (4,) * MOST_LAYERS)
+    with pytest.raises(InputError, match="num_layers: 2000000; it must be a whole number from 1 to 10000"):
+        ModelGeometry("m", 4096, 2_000_000, (4,) * 2_000_000)
+    with pytest.raises(InputError, match="hidden_size"):
+        ModelGeometry("m", MOST + 1, 1, (4,))
+    with pytest.raises(InputError, match="other_page_bytes"):
+        PageLayout(128, 128, 128, 8, 32, 16640, MOST + 1)
 
 
 @pytest.mark.parametrize("factor", [None, "0.125", float("nan"), float("inf"), 0, -1])

@@ -4,8 +4,9 @@
 
 Problem: whether a long prompt will ever start is decided by numbers spread over two code bases, and asking a server
 costs a model load.
-Way: `plan` is arithmetic only; it imports neither torch nor vLLM and answers at once. Whatever is wrong with the input
-becomes one line on stderr (what, found, remedy) and exit status 2.
+Way: `plan` is arithmetic only; it imports neither torch nor vLLM and answers at once. Whatever is wrong with the input,
+or with the place that the answer goes to, becomes one line on stderr (what, found, remedy) and exit status 2. A reader
+that has left (`| head`) is nobody's mistake: the command ends silently with the status that SIGPIPE would give.
 Not here: the arithmetic (`admission.py`, `workspace/sizing.py`) and the run itself (`evidence/run.py`), which is
 imported only when it is asked for.
 """
@@ -13,17 +14,21 @@ imported only when it is asked for.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from afd_dsv4 import __version__
 from afd_dsv4.admission import GIB, GROUP_NAMES, Admission, KvPlan, SchedulerLimits, admit, kv_plan
 from afd_dsv4.config import DEFAULT_SLOTS
 from afd_dsv4.geometry import (
     DEFAULT_STACK,
+    MOST,
     InputError,
     ModelGeometry,
     PageLayout,
@@ -34,22 +39,33 @@ from afd_dsv4.geometry import (
 from afd_dsv4.workspace.sizing import WorkspaceSizes, size_workspace
 
 EXIT_BAD_INPUT = 2
+EXIT_READER_LEFT = 141  # what a shell reports for a command that SIGPIPE ended
 EVIDENCE_TOKENS = (1024, 131072)  # below, no request can be cut behind its first window; above, nothing was measured
-_LARGEST = 1 << 40  # beyond any machine, and small enough that no figure turns into infinity
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong option in one line, like every other wrong input."""
+    """Reports a wrong option, or an answer that could not be written, in one line like every other error."""
 
     def error(self, message: str) -> NoReturn:
         raise InputError("command line", message, f"see {self.prog} --help")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Prints help and version; argparse's own way is silent about a write that failed."""
+        stream = file or sys.stderr
+        if stream is not None:
+            _print(message.removesuffix("\n"), stream)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 2 for bad input, or what the evidence run returns."""
+    """Run the command and return its exit status: 0, 2 for bad input, or what the evidence run returns.
+
+    Raises:
+        SystemExit: 0 after `--help` and `--version`, 141 when the reader of the output has left.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        options = _parser().parse_args(arguments)
+        with _writing():  # help and version
+            options = _parser().parse_args(arguments)
         options.argv = arguments  # the evidence run starts itself again on the software NPU
         if options.command == "evidence":
             from afd_dsv4.evidence.run import main as evidence  # heavy: torch and, mostly, a whole software NPU
@@ -57,8 +73,52 @@ def main(argv: Sequence[str] | None = None) -> int:
             return evidence(options)
         return _plan(options)
     except InputError as error:
-        print("afd-dsv4: error:", " ".join(str(error).split()), file=sys.stderr)  # one line, whatever was typed
+        _complain(error)
         return EXIT_BAD_INPUT
+
+
+def _complain(error: InputError) -> None:
+    if sys.stderr is None:  # closed before the start; print would take stdout instead
+        return
+    try:
+        _print("afd-dsv4: error: " + " ".join(str(error).split()), sys.stderr)  # one line, whatever was typed
+    except OSError:  # nowhere left to say it; the status still does
+        _discard(sys.stderr)
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """Writes out stdout at the end, while a failure can still be reported; Python itself would do it too late."""
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        _discard(sys.stdout)
+        raise SystemExit(EXIT_READER_LEFT) from None
+    except OSError as error:
+        _discard(sys.stdout)
+        raise InputError(
+            "standard output", f"cannot be written ({error.strerror or error})", "send it somewhere with room for it"
+        ) from None
+
+
+def _print(text: str, stream: TextIO) -> None:
+    """Print what the stream's encoding lacks as escapes: a file may be called anything."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+
+
+def _discard(stream: TextIO) -> None:
+    """Let what the stream still buffers go nowhere, or Python complains about it once more when it ends."""
+    with contextlib.suppress(OSError):  # a stream that is no file needs no help
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, stream.fileno())
+        finally:
+            os.close(nowhere)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -132,9 +192,13 @@ def _plan(options: argparse.Namespace) -> int:
         for side, plan in plans.items()
     }
     if options.json:
-        print(json.dumps(_as_json(options, geometry, limits, sizes, plans, answers), indent=2))
+        text = json.dumps(_as_json(options, geometry, limits, sizes, plans, answers), indent=2)
     else:
-        print(_as_text(options, geometry, layout, limits, sizes, plans, answers))
+        text = _as_text(options, geometry, layout, limits, sizes, plans, answers)
+    if sys.stdout is None:
+        raise InputError("standard output", "is closed", "leave it open, the answer goes there")
+    with _writing():
+        _print(text, sys.stdout)
     return 0
 
 
@@ -160,20 +224,29 @@ def _model(wanted: str) -> ModelGeometry:
         return preset(wanted)
     path = Path(wanted)
     remedy = "give flash, pro or the path of a config.json"
+    if not wanted:  # for Path this is the current directory
+        raise InputError("model", "nothing was given", remedy)
+    text = ""
     try:
-        if path.is_dir():
-            raise InputError("model", f"{wanted} is a directory", "give the config.json in it")
-        text = path.read_text(encoding="utf-8")
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):  # others may never answer, a FIFO without a writer for one
+            text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise InputError("model", f"{wanted} is not a text file", remedy) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise InputError(
             "model", f"cannot read {wanted!r} ({getattr(error, 'strerror', None) or error})", remedy
         ) from None
+    if stat.S_ISDIR(mode):
+        raise InputError("model", f"{wanted} is a directory", "give the config.json in it")
+    if not stat.S_ISREG(mode):
+        raise InputError("model", f"{wanted} is not a regular file", remedy)
     try:
         config = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise InputError("model", f"{wanted} is not JSON ({error})", remedy) from None
+    except ValueError:  # Python's own limit, whose message has a remedy for programmers
+        raise InputError("model", f"{wanted} holds a number with thousands of digits", "correct it") from None
     if not isinstance(config, dict):
         raise InputError("model", f"{wanted} holds a JSON {type(config).__name__}, not an object", remedy)
     return from_hf_config(config, path.name)
@@ -286,7 +359,7 @@ def _evidence_tokens(text: str) -> int:
     return _whole(text, *EVIDENCE_TOKENS)
 
 
-def _whole(text: str, least: int, most: int = _LARGEST) -> int:
+def _whole(text: str, least: int, most: int = MOST) -> int:
     try:
         value = int(text)
     except ValueError:
@@ -301,6 +374,6 @@ def _gib(text: str) -> float:
         value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0 < value <= _LARGEST / GIB:  # refuses nan as well
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and {_LARGEST // GIB}")
+    if not 0 < value <= MOST / GIB:  # refuses nan as well
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and {MOST // GIB}")
     return value

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -86,24 +87,22 @@ def test_the_text_answer_shows_both_sides_and_the_reason(capsys):
         assert piece in text
 
 
+FLASH_CONFIG = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 43,
+    "num_nextn_predict_layers": 1,
+    "compress_ratios": [*preset("flash").compress_ratios, 0],
+    "head_dim": 512,
+    "index_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "sliding_window": 128,
+    "max_position_embeddings": 1048576,
+}
+
+
 def test_a_config_file_is_planned_like_its_preset(capsys, tmp_path):
-    flash = preset("flash")
     path = tmp_path / "config.json"
-    path.write_text(
-        json.dumps(
-            {
-                "hidden_size": 4096,
-                "num_hidden_layers": 43,
-                "num_nextn_predict_layers": 1,
-                "compress_ratios": [*flash.compress_ratios, 0],
-                "head_dim": 512,
-                "index_head_dim": 128,
-                "qk_rope_head_dim": 64,
-                "sliding_window": 128,
-                "max_position_embeddings": 1048576,
-            }
-        )
-    )
+    path.write_text(json.dumps(FLASH_CONFIG))
     from_file, from_preset = plan_json(capsys, model=str(path)), plan_json(capsys)
     assert from_file.pop("model") == "config.json"
     assert from_preset.pop("model") == "flash"
@@ -119,6 +118,9 @@ FILES = {
     "v41.json": json.dumps({"num_hidden_layers": 1, "head_dim": 512, "qk_rope_head_dim": 64, "compress_ratios": [2]}),
     "llama.json": json.dumps({"model_type": "llama"}),
     "deep.json": "[" * 100_000,
+    "digits.json": json.dumps(FLASH_CONFIG).replace("1048576", "9" * 5000),
+    "layers.json": json.dumps({**FLASH_CONFIG, "num_hidden_layers": 2_000_000}),
+    "wide.json": json.dumps({"num_hidden_layers": 1, "head_dim": 10**400, "partial_rotary_factor": 0.125}),
 }
 
 
@@ -126,10 +128,16 @@ FILES = {
     ("changes", "says"),
     [
         ({"model": "mini"}, "cannot read 'mini'"),
-        ({"model": "."}, "is a directory"),
         ({"model": "a\0b"}, "cannot read"),
         *(({"model": name}, name) for name in ("not_json.json", "a_list.json", "a_number.json", "empty.json")),
+        ({"model": ""}, "model: nothing was given; give flash, pro or the path of a config.json\n"),
+        ({"model": "."}, "model: . is a directory; give the config.json in it\n"),
+        ({"model": "fifo"}, "model: fifo is not a regular file; give flash, pro or the path of a config.json\n"),
+        ({"model": os.devnull}, "is not a regular file"),
         ({"model": "deep.json"}, "is not JSON"),
+        ({"model": "digits.json"}, "digits.json holds a number with thousands of digits; correct it\n"),
+        ({"model": "layers.json"}, "num_hidden_layers: 2000000; it must be a whole number from 1 to 10000"),
+        ({"model": "wide.json"}, "head_dim: a number of 1329 bits; it must be"),
         ({"model": "wrong_ratio.json"}, "wrong_ratio.json"),
         ({"model": "v41.json"}, "v41.json"),
         ({"model": "llama.json"}, "only deepseek_v4"),
@@ -160,6 +168,7 @@ def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, chang
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "latin.json").write_bytes(b"\xff{}")
+    os.mkfifo(tmp_path / "fifo")  # nobody writes to it: opening it would wait for ever
     assert main(arguments(**changes)) == 2
     output = capsys.readouterr()
     assert output.out == ""
@@ -225,3 +234,73 @@ def test_an_error_of_the_command_has_no_traceback():
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def command(*options, **settings):
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 60, **settings}
+    return subprocess.run([sys.executable, "-m", "afd_dsv4", *options], text=True, check=False, **settings)
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", "d\\xe9.json"), ("utf-8", "d\u00e9.json")])
+def test_a_name_that_the_terminal_cannot_show_is_escaped(tmp_path, encoding, shown):
+    path = tmp_path / "d\u00e9.json"
+    path.write_text(json.dumps(FLASH_CONFIG))
+    env = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "1"}
+    done = command(*arguments(model=str(path)), env=env, encoding=encoding)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{shown} on ")
+    path.write_text("{")
+    done = command(*arguments(model=str(path)), env=env, encoding=encoding)
+    assert done.returncode == 2
+    assert done.stderr.startswith("afd-dsv4: error: model: ")
+    assert f"{shown} is not JSON" in done.stderr
+
+
+OUTPUTS = [arguments(), [*arguments(), "--json"], ["--help"], ["plan", "--help"], ["--version"]]
+
+
+@pytest.mark.parametrize("options", OUTPUTS)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_left_ends_the_command_silently_with_the_status_of_sigpipe(options, unbuffered):
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = command(*options, stdout=writer, env={**os.environ, "PYTHONUNBUFFERED": unbuffered})
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+FULL = Path("/dev/full")
+needs_dev_full = pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+
+
+@needs_dev_full
+@pytest.mark.parametrize("options", OUTPUTS)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_without_room_is_one_line_and_status_2(options, unbuffered):
+    with FULL.open("w") as full:
+        done = command(*options, stdout=full, env={**os.environ, "PYTHONUNBUFFERED": unbuffered})
+    assert done.returncode == 2
+    assert done.stderr.startswith("afd-dsv4: error: standard output: cannot be written (No space left")
+    assert done.stderr.count("\n") == 1
+
+
+@needs_dev_full
+def test_an_error_that_cannot_be_told_still_gives_status_2():
+    with FULL.open("w") as full:
+        done = command(*arguments(block_size="7"), stderr=full)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def closed(descriptor, *options):
+    line = f'exec "$0" -m afd_dsv4 "$@" {descriptor}>&-'
+    return subprocess.run(["sh", "-c", line, sys.executable, *options], capture_output=True, text=True, check=False)
+
+
+def test_a_closed_output_is_an_error_and_a_closed_error_output_does_not_turn_into_an_answer():
+    done = closed(1, *arguments())
+    assert done.returncode == 2
+    assert done.stderr == "afd-dsv4: error: standard output: is closed; leave it open, the answer goes there\n"
+    done = closed(2, *arguments(block_size="7"))
+    assert (done.returncode, done.stdout) == (2, "")

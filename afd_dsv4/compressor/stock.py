@@ -12,6 +12,7 @@ it keeps getting the true start and vLLM's own tables.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -160,6 +161,7 @@ class StockRuntime:
         self.store = TailStore(self.shapes, max_num_seqs=max_num_seqs, slots=slots)
         self.arena: WorkspaceArena[Any] = WorkspaceArena(self.device, slots, ordered=ordered)
         self._mint = GenerationMint()
+        self._beginning = threading.Lock()
         self._last: dict[SeatIndex, Lease[Any]] = {}  # who had a seat's pages last
         self.layers = {kind: {layer: i for i, layer in enumerate(geometry.layers_of(kind))} for kind in CompressorKind}
         where = self.device.device
@@ -228,13 +230,12 @@ class StockRuntime:
         Raises:
             ValueError: more tokens than the state tables were sized for.
             Exhausted: all slots are held by unfinished executions.
-            OrderError: a seat's pages may still be touched by an execution that is not finished.
-            TailFull: more requests than tails.
+            TailFull: more requests than tails that are free, or behind finished executions.
             TailVoid: a request whose last execution did not launch everything.
             UnknownPosition: a chunk does not start where its request's tail ends.
         """
         if not chunks:
-            return StockExecution(self, None, {}, ())
+            return StockExecution(self, None, None, ())
         tokens = sum(chunk.tokens for chunk in chunks)
         if tokens > self.max_num_batched_tokens:
             raise ValueError(
@@ -242,33 +243,41 @@ class StockRuntime:
                 f"cut the batch, or construct the runtime with a larger max_num_batched_tokens"
             )
         execution = ExecutionId(generation or self._mint.mint(), ubatch)
-        with self.arena.lock:
-            lease = self.arena.acquire(execution)
-            plan: StepPlan | None = None
-            try:
-                plan = self.store.plan(chunks, lease.slot.index)
-                lease.follow(
-                    continues=[self._last[seat] for seat in plan.continued],
-                    after=[self._last[seat] for seat in plan.taken if seat in self._last],
-                )
-                self._upload(lease, plan.lists)
-            except BaseException as error:
-                if plan is not None:  # pages have changed owner, and nothing will be launched
-                    self.store.void([chunk.request for chunk in chunks], f"{execution} failed to begin: {error}")
-                    self._last.update(dict.fromkeys(plan.seats, lease))
-                lease.seal(whole=plan is None)
-                raise
-            self._last.update(dict.fromkeys(plan.seats, lease))
-        return StockExecution(self, lease, plan.lists, tuple(chunks))
+        # The staging ring may make the host wait. Other threads must be able to launch meanwhile, or what the copies
+        # wait for may never be queued: so its entry is taken before the lock of the arena, under one of `begin` alone.
+        with self._beginning:
+            entry = self.staging.take()
+            with self.arena.lock:
+                return self._begin(chunks, execution, entry)
+
+    def _begin(
+        self, chunks: Sequence[RequestChunk], execution: ExecutionId, entry: tuple[int, dict[int, _Lists]]
+    ) -> StockExecution:
+        lease = self.arena.acquire(execution)
+        plan: StepPlan | None = None
+        try:
+            plan = self.store.plan(chunks, lease.slot.index, usable=self._usable)
+            lease.follow(
+                continues=[self._last[seat] for seat in plan.continued],
+                after=[self._last[seat] for seat in plan.taken if seat in self._last],
+            )
+            self._upload(lease, plan.lists, entry)
+        except BaseException as error:
+            if plan is not None:  # pages have changed owner, and nothing will be launched
+                plan.void(f"{execution} failed to begin: {error}")
+                self._last.update(dict.fromkeys(plan.seats, lease))
+            lease.seal(whole=plan is None)
+            raise
+        self._last.update(dict.fromkeys(plan.seats, lease))
+        return StockExecution(self, lease, plan, tuple(chunks))
+
+    def _usable(self, seat: SeatIndex) -> bool:
+        """Whether a stream can be made to wait for all that may still touch a free seat's pages."""
+        return seat not in self._last or self._last[seat].can_be_waited_for()
 
     def mint(self) -> Generation:
         """A generation for a forward whose uBatches are begun one by one."""
         return self._mint.mint()
-
-    def void(self, requests: Sequence[RequestId], why: str) -> None:
-        """Declare the tails of requests unreadable; they can only be ended."""
-        with self.arena.lock:
-            self.store.void(requests, why)
 
     def end_request(self, request: RequestId) -> None:
         """Give a request's tail away. Its next owner waits for the last lease that mapped it."""
@@ -299,10 +308,10 @@ class StockRuntime:
             host=sum(part.list_bytes + part.staging_bytes for entry in self.staging.entries for part in entry.values()),
         )
 
-    def _upload(self, lease: Lease[Any], lists: dict[int, PageList]) -> None:
+    def _upload(self, lease: Lease[Any], lists: dict[int, PageList], staged: tuple[int, dict[int, _Lists]]) -> None:
         stream = self.device.current_stream()
         slot = lease.slot.index
-        entry, host = self.staging.take()
+        entry, host = staged
         parts = [(what, ratio) for ratio in lists for what in ("lists", "table")]
         lease.touch(stream, writes=parts)
         for ratio, pages in lists.items():
@@ -329,15 +338,16 @@ class StockExecution:
         self,
         runtime: StockRuntime,
         lease: Lease[Any] | None,
-        lists: dict[int, PageList],
+        plan: StepPlan | None,
         chunks: tuple[RequestChunk, ...],
     ) -> None:
         self._runtime = runtime
+        self._plan = plan
         self._chunks = chunks
         self._launched: dict[tuple[int, CompressorKind], int] = {}  # requests whose launch is queued, from the front
         self._layer: dict[CompressorKind, int] = {}  # the last layer launched
         self.lease = lease
-        self.lists = lists
+        self.lists = plan.lists if plan else {}
 
     def compress(
         self,
@@ -357,6 +367,8 @@ class StockExecution:
             OrderError: a layer out of order, requests out of order or twice, or an execution that is finished.
         """
         mine = slice(*requests.indices(len(self._chunks)))
+        if mine.step != 1:
+            raise ValueError(f"requests of a launch must be neighbours, got step {mine.step}; launch each run apart")
         tokens = sum(chunk.tokens for chunk in self._chunks[mine])
         if x.shape[0] != tokens:
             raise ValueError(f"{x.shape[0]} tokens for requests that have {tokens} in this execution")
@@ -414,15 +426,22 @@ class StockExecution:
 
         Safe to call once only; an execution without requests has nothing to finish.
         """
-        if self.lease is None:
+        if self.lease is None or self._plan is None:
             return
         compressors = self._runtime.geometry.compressors
         missing = [c for c in compressors if self._launched.get((c.layer, c.kind), 0) != len(self._chunks)]
-        self.lease.seal(whole=not missing)
-        if missing:
-            first = f"layer {missing[0].layer} {missing[0].kind.value}"
-            lost = f"{len(missing)} of {len(compressors)} launches missing, first {first}"
-            self._runtime.void([chunk.request for chunk in self._chunks], f"{self.lease.execution} ended with {lost}")
+        with self._runtime.arena.lock:  # void before anybody can go on from these tails
+            if missing:
+                first = f"layer {missing[0].layer} {missing[0].kind.value}"
+                lost = f"{len(missing)} of {len(compressors)} launches missing, first {first}"
+                self._plan.void(f"{self.lease.execution} ended with {lost}")
+            try:
+                self.lease.seal(whole=not missing)
+            except OrderError:
+                raise  # finished twice: nothing new is lost
+            except BaseException as error:  # no fence: nobody can be told when this is over, and the slot stays held
+                self._plan.void(f"{self.lease.execution} could not be sealed: {error}")
+                raise
 
     def __enter__(self) -> StockExecution:
         return self

@@ -52,6 +52,7 @@ def launch_of(pages: PageList, layer: int, pool_pages: int, padded: int = 0) -> 
         device_starts=true,
         cu_seqlens=_int32(np.cumsum([0, *tokens, *[0] * padded])),
         pool_pages=pool_pages,
+        planned=table,
     )
 
 
@@ -141,6 +142,26 @@ def tail_column_of_b(launch: Launch) -> int:
     return int(np.flatnonzero(launch.table[1])[0])
 
 
+def history_swapped(launch: Launch) -> Launch:
+    """Rule 3: two history pages stand for each other."""
+    table = launch.table.copy()
+    first = history_column(launch)
+    table[0, [first, first + 1]] = table[0, [first + 1, first]]
+    return replace(launch, table=table)
+
+
+def page_of_another_layer(launch: Launch) -> Launch:
+    """Rule 3: a page that is in the pool and nowhere else in this launch, but somebody else's."""
+    other = next(page for page in range(1, launch.pool_pages) if page not in launch.table)
+    return replace(launch, table=edited(launch.table, 0, history_column(launch), other))
+
+
+def middle_page_of_another(launch: Launch) -> Launch:
+    """Rule 3: a column between history and tail, which needs no page, saves rows to somebody else's."""
+    other = next(page for page in range(1, launch.pool_pages) if page not in launch.table)
+    return replace(launch, table=edited(launch.table, 0, tail_column(launch) // 2, other))
+
+
 def rebase_by_a_page_less(launch: Launch) -> Launch:
     """Rule 4: another phase."""
     starts = launch.starts.copy()
@@ -152,6 +173,20 @@ def rebase_to_zero(launch: Launch) -> Launch:
     """Rule 4: right phase, but the operator would think there is no previous window."""
     starts = launch.starts.copy()
     starts[0] -= launch.shape.period
+    return replace(launch, starts=starts)
+
+
+def rebase_up(launch: Launch) -> Launch:
+    """Rule 4: right phase, but a window that does not exist would be read."""
+    starts = launch.starts.copy()
+    starts[0] += launch.shape.period * (1 + chunk_of(launch, 0).start // launch.shape.period)
+    return replace(launch, starts=starts)
+
+
+def negative_start(launch: Launch) -> Launch:
+    """Rule 4: a start before the sequence."""
+    starts = launch.starts.copy()
+    starts[0] -= 2 * launch.shape.period
     return replace(launch, starts=starts)
 
 
@@ -168,6 +203,26 @@ def table_of_another_slice(launch: Launch) -> Launch:
 def pages_in_a_padded_row(launch: Launch) -> Launch:
     """Rule 5: a padded row maps a page."""
     return replace(launch, table=edited(launch.table, 2, 0, 1))
+
+
+def rows_swapped(launch: Launch) -> Launch:
+    """Rule 5: the table's rows are those of other requests."""
+    return replace(launch, table=launch.table[[1, 0, 2]])
+
+
+def tokens_shifted(launch: Launch) -> Launch:
+    """Rule 5: cu_seqlens point at other tokens."""
+    return replace(launch, cu_seqlens=launch.cu_seqlens + np.int32(1))
+
+
+def float_table(launch: Launch) -> Launch:
+    """Rule 5: a type that the operator does not take."""
+    return replace(launch, table=launch.table.astype(np.float32))
+
+
+def device_starts_short(launch: Launch) -> Launch:
+    """Rule 5: fewer device starts than rows."""
+    return replace(launch, device_starts=launch.device_starts[1:])
 
 
 def seqused_given(launch: Launch) -> Launch:
@@ -204,11 +259,21 @@ MUTANTS: list[tuple[Mutant, int, Rule]] = [
     (alias_tail_with_history, 4, Rule.NO_ALIAS),
     (alias_tail_with_history, 128, Rule.NO_ALIAS),
     (alias_requests, 4, Rule.NO_ALIAS),
+    (history_swapped, 4, Rule.NO_ALIAS),
+    (page_of_another_layer, 4, Rule.NO_ALIAS),
+    (page_of_another_layer, 128, Rule.NO_ALIAS),
+    (middle_page_of_another, 4, Rule.NO_ALIAS),
     (rebase_by_a_page_less, 4, Rule.REBASE),
+    (rebase_up, 4, Rule.REBASE),
+    (negative_start, 4, Rule.REBASE),
     (rebase_to_zero, 4, Rule.REBASE),
     (metadata_with_the_rebased_start, 4, Rule.REBASE),
     (table_of_another_slice, 4, Rule.ROW_SLICE),
     (pages_in_a_padded_row, 4, Rule.ROW_SLICE),
+    (rows_swapped, 4, Rule.ROW_SLICE),
+    (tokens_shifted, 4, Rule.ROW_SLICE),
+    (float_table, 4, Rule.ROW_SLICE),
+    (device_starts_short, 4, Rule.ROW_SLICE),
     (seqused_given, 4, Rule.ROW_SLICE),
     (optimistic_start, 4, Rule.EXACT_START),
     (idle_forward_that_maps, 4, Rule.IDLE),
@@ -283,5 +348,5 @@ class SabotagedRuntime(StockRuntime):
 
     sabotage: Callable[[PageList], PageList] = staticmethod(lambda pages: pages)
 
-    def _upload(self, lease: Lease[Any], lists: dict[int, PageList]) -> None:
-        super()._upload(lease, {ratio: self.sabotage(pages) for ratio, pages in lists.items()})
+    def _upload(self, lease: Lease[Any], lists: dict[int, PageList], staged: Any) -> None:
+        super()._upload(lease, {ratio: self.sabotage(pages) for ratio, pages in lists.items()}, staged)

@@ -18,8 +18,8 @@ def cut(chunks: Sequence[RequestChunk], tokens: int) -> tuple[tuple[RequestChunk
     """Split a packed batch behind its first `tokens` tokens; either side may be empty.
 
     Raises:
-        ValueError: a cut outside the batch, or inside the drafts of a request: their accept length decides where the
-            second part starts, and nobody knows it yet.
+        ValueError: a cut outside the batch, or one that leaves only drafts of a request behind it: at least one row of
+            a part must stay, whatever is accepted.
     """
     total = sum(chunk.tokens for chunk in chunks)
     if not 0 <= tokens <= total:
@@ -33,10 +33,10 @@ def cut(chunks: Sequence[RequestChunk], tokens: int) -> tuple[tuple[RequestChunk
             second.append(chunk)
         else:
             middle = chunk.start + left
-            if chunk.low < middle:
+            if chunk.drafts and middle >= chunk.low:
                 raise ValueError(
-                    f"cut at row {middle} of {chunk.request!r} lies inside its drafts [{chunk.low}, {chunk.end}); "
-                    f"cut at {chunk.low} or before"
+                    f"cut at row {middle} of {chunk.request!r} leaves nothing but drafts [{chunk.low}, {chunk.end}) "
+                    f"behind it; cut before row {chunk.low}"
                 )
             first.append(replace(chunk, end=middle, drafts=0))
             second.append(replace(chunk, start=middle))

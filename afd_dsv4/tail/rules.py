@@ -55,6 +55,8 @@ class Launch:
         cu_seqlens: int32 [rows + 1], first token of each row in the packed batch of this launch.
         pool_pages: pages in the pool.
         seqused: the operator's argument of that name is not None.
+        planned: int32 [rows, columns], the table as the store planned it for this layer, where it is known. Without it
+            a page that belongs to somebody else, but is in the pool and not mapped twice, cannot be told.
     """
 
     shape: TailShape
@@ -66,6 +68,7 @@ class Launch:
     cu_seqlens: Int32Array
     pool_pages: int
     seqused: bool = False
+    planned: Int32Array | None = None
 
 
 def violations(launch: Launch) -> tuple[Violation, ...]:
@@ -73,10 +76,26 @@ def violations(launch: Launch) -> tuple[Violation, ...]:
     found: list[Violation] = []
     shape = launch.shape
     rows = len(launch.chunks)
-    sizes = (launch.table.shape[0], len(launch.starts), len(launch.metadata_starts), len(launch.cu_seqlens) - 1)
+    sizes = (
+        launch.table.shape[0],
+        len(launch.starts),
+        len(launch.metadata_starts),
+        len(launch.device_starts),
+        len(launch.cu_seqlens) - 1,
+    )
     if set(sizes) != {rows}:
-        found.append(Violation(Rule.ROW_SLICE, f"{rows} rows, but table, starts, metadata and cu_seqlens have {sizes}"))
+        what = "table, starts, metadata, device and cu_seqlens"
+        found.append(Violation(Rule.ROW_SLICE, f"{rows} rows, but {what} have {sizes}"))
         return tuple(found)
+    arguments = (launch.table, launch.starts, launch.metadata_starts, launch.device_starts, launch.cu_seqlens)
+    if kinds := {str(argument.dtype) for argument in arguments} - {"int32"}:
+        found.append(
+            Violation(Rule.ROW_SLICE, f"arguments of type {', '.join(sorted(kinds))}, the operator takes int32")
+        )
+    if launch.cu_seqlens[0] != 0 or (np.diff(launch.cu_seqlens) < 0).any():
+        found.append(Violation(Rule.ROW_SLICE, f"cu_seqlens {launch.cu_seqlens.tolist()} must start at 0 and not fall"))
+    if launch.planned is not None:
+        found += _as_planned(launch, launch.planned)
     if launch.seqused:
         found.append(Violation(Rule.ROW_SLICE, "seqused is given; it selects another template of the operator"))
     read: dict[int, list[str]] = defaultdict(list)
@@ -90,8 +109,9 @@ def violations(launch: Launch) -> tuple[Violation, ...]:
             if table.any():
                 rule = Rule.IDLE if not any(launch.chunks) else Rule.ROW_SLICE
                 found.append(Violation(rule, f"row {row} has no execution behind it, yet maps pages"))
-            if launch.starts[row] != 0:
-                detail = f"row {row} has no execution behind it, yet starts at {launch.starts[row]}"
+            starts = (launch.starts[row], launch.metadata_starts[row], launch.device_starts[row])
+            if any(starts):
+                detail = f"row {row} has no execution behind it, yet starts at {', '.join(map(str, starts))}"
                 found.append(Violation(Rule.IDLE, detail))
             continue
         if tokens != chunk.tokens:
@@ -126,6 +146,23 @@ def violations(launch: Launch) -> tuple[Violation, ...]:
     return tuple(found)
 
 
+def _as_planned(launch: Launch, planned: Int32Array) -> list[Violation]:
+    """Cells that are not the planned ones: another row's (a wrong slice), or anybody's (an alias)."""
+    found = []
+    width = min(planned.shape[1], launch.table.shape[1])
+    for row in range(len(launch.chunks)):
+        cells, own = launch.table[row, :width], planned[row, :width]
+        if np.array_equal(cells, own):
+            continue
+        column = int(np.flatnonzero(cells != own)[0])
+        others = [other for other in range(len(planned)) if np.array_equal(cells, planned[other, :width])]
+        whose = (
+            f"the table of row {others[0]}" if others else f"page {cells[column]} for {own[column]} in column {column}"
+        )
+        found.append(Violation(Rule.ROW_SLICE if others else Rule.NO_ALIAS, f"row {row} maps {whose}"))
+    return found
+
+
 def _start(launch: Launch, row: int, chunk: RequestChunk) -> list[Violation]:
     shape, start = launch.shape, int(launch.starts[row])
     found = []
@@ -135,6 +172,10 @@ def _start(launch: Launch, row: int, chunk: RequestChunk) -> list[Violation]:
     if start % shape.period != chunk.start % shape.period:
         detail = f"row {row}: {chunk.start} re-based to {start} changes phase mod {shape.period}"
         found.append(Violation(Rule.REBASE, detail))
+    if not 0 <= start <= chunk.start:
+        found.append(
+            Violation(Rule.REBASE, f"row {row}: {chunk.start} re-based to {start}, outside [0, {chunk.start}]")
+        )
     if chunk.start >= shape.reach > start:
         found.append(Violation(Rule.REBASE, f"row {row}: {chunk.start} re-based to {start} loses the previous window"))
     if launch.metadata_starts[row] != chunk.start:

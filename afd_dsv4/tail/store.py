@@ -15,7 +15,7 @@ follow each other, and it follows the last execution that had its requests' seat
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Mapping as ReadOnly
 from dataclasses import dataclass, field
 from typing import NewType
@@ -56,16 +56,26 @@ class StepPlan:
         lists: page lists by ratio.
         continued: seats whose request goes on.
         taken: seats whose request is new: what was there before has ended.
+        holders: what the store knows of the requests, as they were when this was planned.
     """
 
     lists: dict[int, PageList]
     continued: tuple[SeatIndex, ...]
     taken: tuple[SeatIndex, ...]
+    holders: tuple[_Seat, ...] = ()
 
     @property
     def seats(self) -> tuple[SeatIndex, ...]:
         """All seats of the execution."""
         return self.continued + self.taken
+
+    def void(self, why: str) -> None:
+        """Declare the tails unreadable: launches that should have written them did not happen.
+
+        Means these requests as planned: one that has ended and started anew since then is another.
+        """
+        for holder in self.holders:
+            holder.void = why
 
 
 @dataclass
@@ -144,10 +154,21 @@ class TailStore:
         found = self._seats.get(request)
         return found.index if found else None
 
-    def plan(self, chunks: Sequence[RequestChunk], slot: SlotIndex) -> StepPlan:
+    def plan(
+        self,
+        chunks: Sequence[RequestChunk],
+        slot: SlotIndex,
+        *,
+        usable: Callable[[SeatIndex], bool] = lambda _seat: True,
+    ) -> StepPlan:
         """Plan one execution: pages change owner now, on the host, in the order in which executions are planned.
 
         A request seen for the first time must start at 0. Nothing is changed unless all chunks are valid.
+
+        Args:
+            chunks: at most one a request, in batch order.
+            slot: the workspace slot of the execution.
+            usable: whether a free seat may be taken now.
 
         Raises:
             TailFull: more requests than `max_num_seqs`.
@@ -159,10 +180,12 @@ class TailStore:
             twice = sorted({request for request in requests if requests.count(request) > 1})
             raise ValueError(f"two chunks in one execution for {twice}; give one chunk a request")
         new = [chunk for chunk in chunks if chunk.request not in self._seats]
-        if len(new) > len(self._free):
+        free = [seat for seat in self._free if usable(seat)]
+        if len(new) > len(free):
+            behind = len(self._free) - len(free)
             raise TailFull(
-                f"{len(new)} new requests, {len(self._free)} free of {self.max_num_seqs} tails; "
-                f"end requests or raise max_num_seqs"
+                f"{len(new)} new requests, {len(free)} free of {self.max_num_seqs} tails, {behind} more behind open "
+                f"executions; finish those, end requests or raise max_num_seqs"
             )
         for chunk in chunks:
             known = self._seats.get(chunk.request, _Seat(SeatIndex(-1)))
@@ -175,7 +198,8 @@ class TailStore:
                 )
         mappings = {ratio: [map_chunk(pool.shape, chunk) for chunk in chunks] for ratio, pool in self._pools.items()}
         for chunk in new:
-            self._seats[chunk.request] = _Seat(self._free.popleft())
+            self._free.remove(free[0])
+            self._seats[chunk.request] = _Seat(free.pop(0))
         seats = [self._seats[request] for request in requests]
         lists = {ratio: self._list(ratio, chunks, seats, mappings[ratio], slot) for ratio in self._pools}
         for chunk, seat in zip(chunks, seats, strict=True):
@@ -185,6 +209,7 @@ class TailStore:
             lists=lists,
             continued=tuple(self._seats[request].index for request in requests if request not in taken),
             taken=tuple(self._seats[request].index for request in requests if request in taken),
+            holders=tuple(seats),
         )
 
     def _list(
@@ -202,12 +227,6 @@ class TailStore:
             seat.mapped[ratio] = mapping.tail
         starts = np.array([mapping.start for mapping in mappings], np.int32)
         return PageList(shape=shape, chunks=tuple(chunks), columns=columns, ids=ids, starts=starts)
-
-    def void(self, requests: Iterable[RequestId], why: str) -> None:
-        """Declare tails unreadable: launches that should have written them did not happen. Ended requests have none."""
-        for request in requests:
-            if request in self._seats:
-                self._seats[request].void = why
 
     def end(self, request: RequestId) -> SeatIndex:
         """Give back a request's seat. Its pages stay with the seat, whose next request waits for the seat's last lease.

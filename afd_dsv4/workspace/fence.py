@@ -18,9 +18,9 @@ S = TypeVar("S")
 
 
 class EventPool(Generic[S]):
-    """Events that are recorded again once their last record has passed.
+    """Events that are recorded again once their last record has passed, which keeps their number small.
 
-    Only then: whether a wait that is still queued would follow the new record differs between runtimes.
+    A wait must bind to the record that was last when it was queued, as aclrtCreateEventExWithFlag events and CUDA's do.
     """
 
     def __init__(self, device: Device[S]) -> None:

@@ -118,12 +118,13 @@ class Lease(Generic[S]):
             if self.state is not LeaseState.ACQUIRED:
                 raise OrderError(f"{self.execution} touches its slot after it was {self.state.value}")
             me = self._arena.device.stream_id(stream)
+            # A wait that fails must not be remembered as made: every note is taken after the queueing it speaks of.
             if me not in self._streams:
-                self._streams[me] = stream
-                self._count[me] = 0
                 for lease in (self._behind, *self._after):
                     if lease is not None:
                         self._wait_for(lease, stream, me)
+                self._streams[me] = stream
+                self._count[me] = 0
             if step is not None:
                 for before in self._continues:
                     self._continue(before, step, stream, me)
@@ -133,8 +134,9 @@ class Lease(Generic[S]):
                 self._readers.setdefault(part, {})[me] = index
             for part in writes:
                 self._order(self, self._writer.get(part), stream, me)
-                for reader in self._readers.pop(part, {}).items():
+                for reader in self._readers.get(part, {}).items():
                     self._order(self, reader, stream, me)
+                self._readers.pop(part, None)
                 self._writer[part] = (me, index)
             if step is not None:
                 self._steps.setdefault(step, {})[me] = index
@@ -171,13 +173,13 @@ class Lease(Generic[S]):
         key = (me, id(lease), other)
         if self._seen.get(key, 0) >= index:
             return
-        self._seen[key] = lease._count[other]
         if self._arena.ordered:
             event = self._arena.events.record(lease._streams[other])
             event.wait(stream)
             self._arena.events.give_back(event)
             self._arena.counters.records += 1
             self._arena.counters.waits += 1
+        self._seen[key] = lease._count[other]
 
     def _continue(self, before: Lease[S], step: Hashable, stream: S, me: StreamId) -> None:
         """Make `stream` wait for the same step of an execution that had one of our requests before us."""
@@ -198,9 +200,9 @@ class Lease(Generic[S]):
         """Make `stream` wait for what a sealed lease queued, once."""
         if (me, id(lease)) in self._fenced:
             return
-        self._fenced.add((me, id(lease)))
         if lease.fence is not None and self._arena.ordered:
             self._arena.counters.waits += lease.fence.wait(stream, me)
+        self._fenced.add((me, id(lease)))
 
     def _wait_for(self, lease: Lease[S], stream: S, me: StreamId) -> None:
         """Make `stream` wait for all that a lease covers."""

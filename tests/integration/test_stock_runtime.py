@@ -8,6 +8,7 @@ Every compressed row is compared bit for bit with the definition, computed from 
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -423,10 +424,10 @@ def test_a_refused_last_launch_voids_the_tail_like_any_other() -> None:
 
 def test_an_upload_that_fails_voids_the_tails_that_were_planned() -> None:
     class Broken(StockRuntime):
-        def _upload(self, lease, lists):
+        def _upload(self, lease, lists, staged):
             if self.arena.counters.leases == 2:
                 raise MemoryError("no pinned memory")
-            super()._upload(lease, lists)
+            super()._upload(lease, lists, staged)
 
     world = World(12, cls=Broken)
     requests = {"a": world.request()}
@@ -448,6 +449,60 @@ def test_more_tokens_or_idle_requests_than_sized_for_are_refused() -> None:
         world.runtime.begin([RequestChunk(RequestId("a"), 0, 3 * LENGTH + 1)])
     with pytest.raises(ValueError, match="4 idle requests in a runtime for 3"):
         world.runtime.idle(CompressorKind.C4, 4)
+
+
+def test_a_refused_batch_leaves_its_healthy_requests_alone() -> None:
+    """A new request would need the seat of one whose execution is still open."""
+    world = World(17)
+    requests = {name: world.request() for name in "abcd"}
+    chunks = [RequestChunk(RequestId(name), 0, 9) for name in "acb"]
+    world.forward(requests, chunks)
+    open_one = world.runtime.begin([RequestChunk(RequestId("b"), 9, 20)])
+    world.runtime.end_request(RequestId("b"))
+    with pytest.raises(TailFull, match="1 more behind open executions"):
+        world.runtime.begin([RequestChunk(RequestId("a"), 9, 30), RequestChunk(RequestId("d"), 0, 9)])
+    open_one.finish()  # breaks off; its requests are nobody's any more
+    world.forward(requests, [RequestChunk(RequestId("a"), 9, 300), RequestChunk(RequestId("d"), 0, 300)])
+    assert world.different == 0
+
+
+def test_an_execution_that_breaks_off_does_not_void_a_request_that_took_the_name_since() -> None:
+    world = World(18)
+    requests = {"a": world.request()}
+    old = world.runtime.begin([RequestChunk(RequestId("a"), 0, 9)])
+    world.runtime.end_request(RequestId("a"))
+    world.forward(requests, [RequestChunk(RequestId("a"), 0, 40)])
+    old.finish()
+    world.forward(requests, [RequestChunk(RequestId("a"), 40, 300)])
+    assert world.different == 0
+
+
+def test_the_one_host_wait_does_not_keep_other_threads_from_launching() -> None:
+    world = World(19)
+    runtime, free = world.runtime, []
+
+    class Watched(StagingRing):
+        def take(self):
+            def try_lock() -> None:
+                free.append(runtime.arena.lock.acquire(timeout=5))
+                runtime.arena.lock.release()
+
+            other = threading.Thread(target=try_lock)
+            other.start()
+            other.join()
+            return super().take()
+
+    runtime.staging = Watched(runtime.device, runtime.staging.entries)
+    world.forward({"a": world.request()}, [RequestChunk(RequestId("a"), 0, 9)])
+    assert free == [True]
+
+
+def test_a_stepped_slice_of_requests_is_refused() -> None:
+    world = World(20)
+    requests = {name: world.request() for name in "ab"}
+    chunks = [RequestChunk(RequestId(name), 0, 9) for name in "ab"]
+    with world.runtime.begin(chunks) as execution, pytest.raises(ValueError, match="must be neighbours, got step 2"):
+        world.launch(execution, requests, chunks[:1], 0, CompressorKind.C4, slice(0, 2, 2))
 
 
 def test_layers_out_of_order_are_refused() -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from afd_dsv4.device.model import ModelDevice, ModelStream
+from afd_dsv4.device.model import ModelDevice, ModelEvent, ModelStream
 from afd_dsv4.execution.ubatch import cut
 from afd_dsv4.tail.rows import TailShape
 from afd_dsv4.tail.store import SeatIndex, TailStore
@@ -284,7 +284,6 @@ def broken_then_reused(seed: int, behind: int, *, whole: bool) -> list[object]:
     for layer in (1, 2):
         world.launch(first, mine, layer, world.streams[0])
     first.seal()
-    world.store.void([a], "broke off")
     world.store.end(a)  # the next request takes its seat
     for start, end in ((0, 17), (17, 30), (30, 37)):  # a tail of two pages: all that the seat owns in a layer
         lease, lists = world.begin((RequestChunk(c, start, end),), 0, world.mint.mint())
@@ -371,6 +370,48 @@ def test_a_cut_batch_is_the_same_rows_in_two_parts(seed: int, tokens: int) -> No
     assert [(chunk.request, row) for chunk in second for row in range(chunk.start, chunk.end)] == packed[tokens:]
 
 
-def test_a_cut_inside_drafts_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"inside its drafts \[8, 10\)"):
-        cut([RequestChunk(RequestId("r"), 5, 10, drafts=2)], 4)
+@pytest.mark.parametrize("tokens", [3, 4])
+def test_a_cut_that_leaves_only_drafts_behind_is_refused(tokens: int) -> None:
+    with pytest.raises(ValueError, match=r"leaves nothing but drafts \[8, 10\) behind it; cut before row 8"):
+        cut([RequestChunk(RequestId("r"), 5, 10, drafts=2)], tokens)
+
+
+def test_a_cut_before_the_drafts_keeps_them_in_the_second_part() -> None:
+    first, second = cut([RequestChunk(RequestId("r"), 5, 10, drafts=2)], 2)
+    assert first == (RequestChunk(RequestId("r"), 5, 7),)
+    assert second == (RequestChunk(RequestId("r"), 7, 10, drafts=2),)
+
+
+def test_a_wait_that_failed_is_made_when_the_touch_is_repeated() -> None:
+    """The note that a stream waits is taken after the wait is queued."""
+
+    class Flaky(ModelDevice):
+        failing = False
+
+        def event(self) -> ModelEvent:
+            event = super().event()
+            if self.failing:
+                event.wait = fail  # type: ignore[method-assign]
+            return event
+
+    def fail(stream: ModelStream) -> None:
+        raise RuntimeError("the runtime refused the wait")
+
+    device = Flaky(0)
+    one, two = device.stream(), device.stream()
+    arena = WorkspaceArena(device, 1)
+    lease = arena.acquire(ExecutionId(1))
+    lease.touch(one, writes=["pages"])
+    order: list[str] = []
+    device.launch(one, lambda: order.append("one"))
+    device.failing = True
+    with pytest.raises(RuntimeError):
+        lease.touch(two, writes=["pages"])
+    device.failing = False
+    lease.touch(two, writes=["pages"])
+    device.launch(two, lambda: order.append("two"))
+    while two.queue and two.queue[0][0]():  # the second stream runs as far as it can
+        two.queue.popleft()[1]()
+    assert order == []
+    device.run()
+    assert order == ["one", "two"]

@@ -128,12 +128,33 @@ def test_two_chunks_of_a_request_are_refused_by_its_name() -> None:
 def test_a_void_tail_is_refused_with_its_reason_until_the_request_is_ended() -> None:
     driver = Driver(TailShape(4, True, 8, 1))
     request = RequestId("a")
-    driver.forward([RequestChunk(request, 0, 5)])
-    driver.store.void([request, RequestId("unknown")], "layer 3 was not launched")
+    plan = driver.store.plan([RequestChunk(request, 0, 5)], SlotIndex(0))
+    plan.void("layer 3 was not launched")
     with pytest.raises(TailVoid, match="'a' lost its tail: layer 3 was not launched"):
         driver.forward([RequestChunk(request, 5, 9)])
     driver.store.end(request)
     driver.forward([RequestChunk(request, 0, 9)])
+
+
+def test_voiding_means_the_request_as_it_was_planned_not_one_that_took_its_name() -> None:
+    driver = Driver(TailShape(4, True, 8, 1))
+    request = RequestId("a")
+    old = driver.store.plan([RequestChunk(request, 0, 5)], SlotIndex(0))
+    driver.store.end(request)
+    driver.forward([RequestChunk(request, 0, 9)])
+    old.void("broke off")
+    driver.forward([RequestChunk(request, 9, 20)])
+
+
+def test_seats_that_cannot_be_used_are_passed_over_and_change_nothing_when_they_were_needed() -> None:
+    shape = TailShape(4, True, 8, 1)
+    store = TailStore({4: shape}, max_num_seqs=3, slots=1)
+    chunk = RequestChunk(RequestId("a"), 0, 5)
+    assert store.plan([chunk], SlotIndex(0), usable=lambda seat: seat != 0).taken == (1,)
+    more = [RequestChunk(RequestId("a"), 5, 9), RequestChunk(RequestId("b"), 0, 5), RequestChunk(RequestId("c"), 0, 5)]
+    with pytest.raises(TailFull, match="2 new requests, 1 free of 3 tails, 1 more behind open executions"):
+        store.plan(more, SlotIndex(0), usable=lambda seat: seat != 0)
+    assert store.plan(more, SlotIndex(0)).continued == (1,)
 
 
 def test_one_request_more_than_tails_is_refused_by_number() -> None:

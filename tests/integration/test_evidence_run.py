@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""The evidence run as a user starts it, on the smallest batch: exit status, file, and verdicts that follow its checks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from afd_dsv4.evidence.report import SECTIONS
+
+pytestmark = [pytest.mark.npu, pytest.mark.vllm_runtime, pytest.mark.slow, pytest.mark.timeout(900)]
+
+SOURCES = {"softnpu", "plan"}
+
+
+def figures(value: object) -> list[dict[str, object]]:
+    """Every figure anywhere in the file."""
+    if isinstance(value, dict):
+        own = [value] if value.keys() == {"value", "unit", "source"} else []
+        return own + [figure for inner in value.values() for figure in figures(inner)]
+    return [figure for inner in value for figure in figures(inner)] if isinstance(value, list) else []
+
+
+def test_the_run_passes_writes_its_file_and_claims_nothing_about_a_device(tmp_path: Path) -> None:
+    (tmp_path / "evidence.json").write_text('{"passed": true, "from": "an older run"}')
+    # Started without the launcher: the command finds the software NPU by itself.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    command = [sys.executable, "-m", "afd_dsv4", "evidence", "--tokens", "1024", "--out", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=850)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+    found = json.loads((tmp_path / "evidence.json").read_text())
+    assert list(found) == list(SECTIONS)
+    assert found["passed"] is True
+    assert found["stack"]["device"] == "softnpu"
+    assert found["batch"]["tokens"] == sum(request["tokens"] for request in found["batch"]["requests"]) == 1024
+    assert set(found["batch"]["waived"]) == {"compressor.hidden", "compressor.fp32"}
+    assert all(check["passed"] for check in found["verdicts"]["checks"])
+    verdicts = {point["number"]: point["verdict"] for point in found["verdicts"]["points"]}
+    assert verdicts == {number: "not_shown_here" if number in (3, 5, 7) else "pass" for number in range(1, 8)}
+    assert {figure["source"] for figure in figures(found)} == SOURCES
+
+    total = found["parity"]["rows_total"]
+    assert total["compressed"]["value"] > 6 * 1024 // 4 * 21  # six cuts, a C4 row for every four tokens of 21 layers
+    assert total["compressed_different"]["value"] == total["tail_different"]["value"] == 0
+    controls = found["order"]["negative_controls"]
+    assert all(load["mismatched_rows_touches_off"]["value"] > 0 for load in controls["touches"])
+    assert all(launch["compressed_different"]["value"] > 0 for launch in controls["launched_broken"])
+    assert "No one has run this on Ascend hardware yet." in done.stdout

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
-"""The evidence run as a user starts it, on the smallest batch: exit status, file, and verdicts that follow its checks."""
+"""The evidence run as a user starts it, on the smallest batch: exit status, file, verdicts that follow its checks."""
 
 from __future__ import annotations
 

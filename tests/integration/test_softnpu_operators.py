@@ -195,6 +195,145 @@ def test_a_host_tensor_beside_device_tensors_is_refused() -> None:
         torch.ones(4, device="npu") + torch.ones(4)
 
 
+# Each body writes the host scalar `c` from device tensors that `n` makes.
+HOST_WRITES: list[tuple[str, Callable[[Any, Make], Any]]] = [
+    ("add_", lambda c, n: c.add_(n(2.0))),
+    ("add_", lambda c, n: _accumulate(c, n([1.0, 2.0]).sum())),
+    ("mul_", lambda c, n: c.mul_(n(2.0))),
+    ("fill_", lambda c, n: c.fill_(n(2.0))),
+    ("lerp_", lambda c, n: c.lerp_(n(3.0), n(0.5))),
+    ("add_", lambda c, n: torch._foreach_add_([c], [n(2.0)])),
+    ("sum", lambda c, n: torch.sum(n([1.0, 2.0]), dim=0, out=c)),
+    ("where", lambda c, n: torch.where(n(True), n(2.0), n(3.0), out=c)),
+    ("index_put_", lambda c, n: c.index_put_((n(True),), n(5.0))),
+]
+
+
+@pytest.mark.parametrize(("name", "write"), HOST_WRITES, ids=[f"{i}-{name}" for i, (name, _) in enumerate(HOST_WRITES)])
+def test_a_host_scalar_that_would_be_written_is_refused(name: str, write: Any) -> None:
+    scalar = torch.tensor(1.0)
+    with pytest.raises(RuntimeError, match=rf"aten::\w*{name}.*expected all tensors on the same device.*and cpu"):
+        write(scalar, lambda value: torch.tensor(value).npu())
+    assert scalar.item() == 1.0
+
+
+def test_a_host_scalar_beside_device_tensors_is_read() -> None:
+    x = torch.arange(4.0)
+    assert torch.equal((x.npu() * torch.tensor(3.0)).cpu(), x * 3)
+    assert torch.equal(x.npu().add_(torch.tensor(3.0)).cpu(), x + 3)
+
+
+def test_a_host_tensor_is_not_indexed_by_the_device_but_the_other_way_round() -> None:
+    x, index = torch.arange(4.0), torch.tensor([2, 0])
+    with pytest.raises(RuntimeError, match=r"aten::index.*expected all tensors on the same device.*and cpu.*'self'"):
+        x[index.npu()]
+    with pytest.raises(RuntimeError, match=r"aten::\w*index_put\w*.*expected all tensors on the same device.*and cpu"):
+        x[index.npu()] = 5.0
+    assert torch.equal(x, torch.arange(4.0))
+    assert torch.equal(x.npu()[index].cpu(), x[index])
+
+
+# What the CPU refuses because a written argument is also read: a resize of it, or an overlap. With it, what the refusal
+# says on the software NPU when that is not what the CPU says.
+NO_GROWTH = "a written argument that is also read has another shape than the result, and cannot grow"
+REFUSED_WRITES: list[tuple[str, str, Callable[[Make], Any]]] = [
+    ("logical_or_", "", lambda n: n([False] * 3).logical_or_(n([[False] * 3] * 2))),
+    ("logical_and_", "", lambda n: n([1.0] * 3).logical_and_(n([[1.0] * 3] * 2))),
+    ("logical_xor_", "", lambda n: n([1.0] * 3).logical_xor_(n([[1.0] * 3] * 2))),
+    ("ldexp_", "", lambda n: n([1.0] * 3).ldexp_(n([[1.0] * 3] * 2))),
+    ("addr_", f"aten::addr.out: {NO_GROWTH}", lambda n: n(1.0).addr_(n([1.0, 1.0]), n([1.0, 1.0]))),
+    ("where", "", lambda n: _where_in_place(n(1.0), n([[True] * 2] * 2))),
+    ("masked_select", "", lambda n: _select_in_place(n([1.0, 0.0, 2.0, 0.0]))),
+    ("cat", f"aten::cat.out: {NO_GROWTH}", lambda n: _cat_in_place(n([1.0]))),
+]
+
+
+def _accumulate(total: Any, part: Any) -> Any:
+    total += part
+    return total
+
+
+def _where_in_place(a: Any, mask: Any) -> Any:
+    return torch.where(mask, a, a, out=a)
+
+
+def _select_in_place(a: Any) -> Any:
+    return torch.masked_select(a, a > 0, out=a)
+
+
+def _cat_in_place(a: Any) -> Any:
+    return torch.cat([a, a], out=a)
+
+
+@pytest.mark.parametrize(("name", "why", "write"), REFUSED_WRITES, ids=[name for name, _, _ in REFUSED_WRITES])
+def test_a_written_argument_that_is_also_read_is_refused_as_on_the_cpu(name: str, why: str, write: Any) -> None:
+    made: list[Any] = []
+
+    def make(value: Any) -> Any:
+        made.append((torch.tensor(value), torch.tensor(value).npu()))
+        return made[-1][1]
+
+    with pytest.raises(RuntimeError) as refusal:
+        write(torch.tensor)
+    with pytest.raises(RuntimeError, match=re.escape(why or str(refusal.value).splitlines()[0])):
+        write(make)
+    torch.npu.synchronize()
+    for before, after in made:
+        assert torch.equal(after.cpu(), before), "what is refused changes nothing"
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: torch.add(x, 1, out=x),
+        lambda x: torch.sort(x, out=(x, torch.empty(0, dtype=torch.long, device=x.device)))[0],
+        lambda x: torch.linalg.inv(x, out=x),
+        lambda x: torch.mul(x, 2, out=x[:0]),
+        lambda x: torch.histc(x, 9, -2, 2, out=x.view(9)),
+    ],
+    ids=["add", "sort", "inv", "resized_view", "histc"],
+)
+def test_an_out_argument_that_is_also_read_gives_the_values_of_the_cpu(write: Any) -> None:
+    x = torch.randn(3, 3, generator=torch.Generator().manual_seed(1))
+    on_device = x.npu()
+    wanted, found = write(x), write(on_device)
+    torch.testing.assert_close(found.cpu(), wanted)
+    torch.testing.assert_close(on_device.cpu(), x)
+
+
+def test_an_operator_with_out_arguments_reads_what_else_it_writes() -> None:
+    def statistics(device: str) -> list[Any]:
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).to(device)
+        mean, variance = torch.full((3,), 5.0).to(device), torch.full((3,), 2.0).to(device)
+        out, saved_mean, saved_invstd = (torch.empty(0, device=device) for _ in range(3))
+        torch.ops.aten._native_batch_norm_legit.out(
+            x, None, None, mean, variance, True, 0.1, 1e-5, out=out, save_mean=saved_mean, save_invstd=saved_invstd
+        )
+        return [tensor.cpu() for tensor in (mean, variance, out, saved_mean, saved_invstd)]
+
+    for expected, found in zip(statistics("cpu"), statistics("npu"), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("adjoint", [False, True])
+def test_a_result_that_the_cpu_conjugates_by_a_bit_has_its_values_in_the_out_argument(
+    left: bool, adjoint: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    factors, pivots = torch.linalg.lu_factor(torch.randn(3, 3, dtype=torch.complex64, generator=generator))
+    right = torch.randn((3, 4) if left else (4, 3), dtype=torch.complex64, generator=generator)
+
+    def solve(device: str) -> Any:
+        out = torch.empty(0, dtype=torch.complex64, device=device)
+        torch.linalg.lu_solve(
+            factors.to(device), pivots.to(device), right.to(device), left=left, adjoint=adjoint, out=out
+        )
+        return out.cpu().resolve_conj()
+
+    torch.testing.assert_close(solve("npu"), solve("cpu"), rtol=1e-4, atol=1e-4)
+
+
 def test_wrong_shapes_raise_in_the_caller_not_on_the_stream() -> None:
     with pytest.raises(RuntimeError, match="size of tensor a"):
         torch.ones(4, device="npu") + torch.ones(5, device="npu")

@@ -27,7 +27,8 @@ std::atomic<uint64_t> g_queued{0}, g_waiting{0};
 
 bool on_device(const at::Tensor& t) { return t.defined() && t.is_privateuseone(); }
 
-// Operators that take host tensors (indices) beside device tensors; for the rest that is a mistake of the caller.
+// Operators that take host tensors (indices, values) beside a device tensor; for the rest that is a mistake of the
+// caller.
 bool takes_host_tensors(const std::string& name) {
   static const std::unordered_set<std::string> names{"aten::index",         "aten::index_put",
                                                      "aten::index_put_",    "aten::_index_put_impl_",
@@ -86,12 +87,15 @@ struct Call {
   }
 
   template <class F>
+  void each_tensor_of(size_t argument, const F& f) const {
+    map_value(arguments[argument], c10::DeviceType::CPU, [&](const at::Tensor& t) {
+      if (t.defined()) f(t);
+      return t;
+    });
+  }
+  template <class F>
   void each_tensor(const F& f) const {
-    for (const IValue& value : arguments)
-      map_value(value, c10::DeviceType::CPU, [&](const at::Tensor& t) {
-        if (t.defined()) f(t);
-        return t;
-      });
+    for (size_t i = 0; i < arguments.size(); ++i) each_tensor_of(i, f);
   }
 
   void check_devices() {
@@ -106,20 +110,34 @@ struct Call {
         if (value.isDevice() && value.toDevice().is_privateuseone()) device = value.toDevice();
       if (device.index() < 0) device = c10::impl::VirtualGuardImpl(c10::DeviceType::PrivateUse1).getDevice();
     }
-    each_tensor([&](const at::Tensor& t) {
-      TORCH_CHECK(t.is_privateuseone() || t.dim() == 0 || takes_host_tensors(name), full_name,
-                  ": expected all tensors on the same device, found ", device, " and ", t.device());
-    });
+    // A host scalar may be read. What is written must be on the device: the kernel would write a snapshot, and the
+    // caller would never see it. What is indexed must be where its indices are.
+    const bool host_tensors = takes_host_tensors(name);
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      const bool device_only = writes(i) || (host_tensors && i == 0);
+      each_tensor_of(i, [&](const at::Tensor& t) {
+        TORCH_CHECK(t.is_privateuseone() || (!device_only && (t.dim() == 0 || host_tensors)), full_name,
+                    ": expected all tensors on the same device, found ", device, " and ", t.device(), " (argument '",
+                    schema.arguments()[i].name(), "')");
+      });
+    }
   }
 
   bool writes(size_t argument) const {
     const auto* alias = schema.arguments()[argument].alias_info();
     return alias != nullptr && alias->isWrite();
   }
-  bool has_out_argument() const {
+  bool is_out(size_t argument) const { return writes(argument) && schema.arguments()[argument].is_out(); }
+
+  // Whether another argument has the storage of this one, which is a tensor.
+  bool shares_storage(size_t argument) const {
+    const auto* storage = arguments[argument].toTensor().storage().unsafeGetStorageImpl();
+    bool shares = false;
     for (size_t i = 0; i < arguments.size(); ++i)
-      if (writes(i) && schema.arguments()[i].is_out()) return true;
-    return false;
+      if (i != argument)
+        each_tensor_of(
+            i, [&](const at::Tensor& t) { shares |= on_device(t) && t.storage().unsafeGetStorageImpl() == storage; });
+    return shares;
   }
   bool returns_tensors_only() const {
     for (const auto& r : schema.returns()) {
@@ -225,6 +243,54 @@ bool run_meta(const Call& call, Stack* results) {
   }
 }
 
+// Only the CPU kernel knows whether a written argument that is read as well may be resized: mostly it refuses. Resized
+// here, the argument would be read in its new shape, unfilled.
+bool resizes_what_it_reads(const Call& call, const Stack& metas) {
+  for (size_t i = 0; i < metas.size(); ++i) {
+    const int argument = call.returned_argument(i);
+    if (argument < 0 || !call.arguments[argument].isTensor()) continue;
+    if (call.arguments[argument].toTensor().sizes() != metas[i].toTensor().sizes() &&
+        (!call.is_out(argument) || call.shares_storage(argument)))
+      return true;
+  }
+  return false;
+}
+
+// The CPU view of a written argument, with the layout of the device tensor behind it.
+class WrittenView {
+ public:
+  explicit WrittenView(const at::Tensor& view)
+      : view_(view),
+        sizes_(view.sizes().vec()),
+        strides_(view.strides().vec()),
+        offset_(view.storage_offset()),
+        conj_(view.is_conj()),
+        neg_(view.is_neg()) {}
+
+  // A CPU kernel may leave its result in another layout, or conjugated or negated by a bit of the view, which the
+  // device tensor does not get: bring the memory to what the device tensor says.
+  void settle() const {
+    TORCH_CHECK(view_.sizes() == at::IntArrayRef(sizes_), "a written argument of shape ", at::IntArrayRef(sizes_),
+                " was resized to ", view_.sizes());
+    if (view_.strides() == at::IntArrayRef(strides_) && view_.storage_offset() == offset_ && view_.is_conj() == conj_ &&
+        view_.is_neg() == neg_)
+      return;
+    const at::Tensor value = view_.clone();
+    auto* impl = view_.unsafeGetTensorImpl();
+    impl->set_storage_offset(offset_);
+    impl->set_sizes_and_strides(sizes_, strides_);
+    impl->_set_conj(conj_);
+    impl->_set_neg(neg_);
+    view_.copy_(value);
+  }
+
+ private:
+  at::Tensor view_;
+  std::vector<int64_t> sizes_, strides_;
+  int64_t offset_;
+  bool conj_, neg_;
+};
+
 at::Tensor allocate_like(const at::Tensor& t, c10::Device device) {
   return at::empty_strided(t.sizes(), t.strides(), t.options().device(device));
 }
@@ -265,8 +331,7 @@ void queue(const Call& call, const CurrentStream& stream, const Stack& metas, St
     const int argument = call.returned_argument(i);
     if (argument >= 0) {
       const IValue& written = call.arguments[argument];
-      if (written.isTensor() && call.schema.arguments()[argument].is_out() &&
-          written.toTensor().sizes() != metas[i].toTensor().sizes())
+      if (written.isTensor() && call.is_out(argument) && written.toTensor().sizes() != metas[i].toTensor().sizes())
         written.toTensor().resize_(metas[i].toTensor().sizes());
       stack->push_back(written);
       continue;
@@ -283,13 +348,17 @@ void queue(const Call& call, const CurrentStream& stream, const Stack& metas, St
     }));
   }
   auto arguments = std::make_shared<Stack>(cpu_arguments(call, aliases, true));
+  auto written = std::make_shared<std::vector<WrittenView>>();
+  for (size_t i = 0; i < call.arguments.size(); ++i)
+    if (call.writes(i)) call.each_tensor_of(i, [&](const at::Tensor& t) { written->emplace_back(aliases.of(t)); });
   const OperatorHandle op = call.cpu_op;
-  stream.push([op, arguments, targets, sources, name = call.full_name] {
+  stream.push([op, arguments, targets, sources, written, name = call.full_name] {
     c10::InferenceMode guard;
     const auto failed = [&](const char* why) { throw std::runtime_error(name + ": " + why); };
     try {
       Stack values = *arguments;
       op.callBoxed(values);
+      for (const WrittenView& view : *written) view.settle();
       Stack fresh;
       for (size_t i : *sources) fresh.push_back(values[i]);
       const auto results = flat_tensors(fresh);
@@ -311,26 +380,41 @@ void run_now(const Call& call, const CurrentStream& stream, Stack* stack) {
   stream.synchronize(call.full_name);
   Aliases aliases;
   Stack values = cpu_arguments(call, aliases, false);
-  std::vector<std::pair<at::Tensor, at::Tensor>> outs;  // device tensor, CPU tensor that the kernel may resize
-  if (call.has_out_argument()) {
-    for (size_t i = 0; i < values.size(); ++i) {
-      if (!call.writes(i)) continue;
+  // Out arguments may be resized by the kernel: they get memory of their own, and are copied to the device. Not those
+  // that share a storage: the kernel must see that to refuse it, or to read what it overwrites.
+  std::vector<std::pair<at::Tensor, at::Tensor>> outs;  // device tensor, CPU tensor
+  std::vector<WrittenView> written;
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (call.is_out(i)) {
       TORCH_CHECK(values[i].isTensor(), call.full_name, ": lists of out tensors are not supported on the software NPU");
       const at::Tensor out = call.arguments[i].toTensor();
-      at::Tensor fresh = at::empty_strided(out.sizes(), out.strides(), out.options().device(c10::kCPU));
-      outs.emplace_back(out, fresh);
-      values[i] = fresh;
+      if (!call.shares_storage(i))
+        values[i] = at::empty_strided(out.sizes(), out.strides(), out.options().device(c10::kCPU));
+      outs.emplace_back(out, values[i].toTensor());
+    } else if (call.writes(i)) {
+      call.each_tensor_of(i, [&](const at::Tensor& t) { written.emplace_back(aliases.of(t)); });
     }
   }
   {
     c10::InferenceMode guard;
-    call.cpu_op.callBoxed(values);
+    try {
+      call.cpu_op.callBoxed(values);
+    } catch (const c10::Error& e) {
+      const std::string why = e.what_without_backtrace();
+      TORCH_CHECK(why.find("not resizable") == std::string::npos, call.full_name,
+                  ": a written argument that is also read has another shape than the result, and cannot grow; give the "
+                  "result memory of its own");
+      throw;
+    }
+    for (const WrittenView& view : written) view.settle();
+    // Before any device tensor is resized, and with it moved.
+    for (auto& [out, result] : outs) result = result.clone();
   }
-  for (auto& [out, fresh] : outs) {
-    if (out.sizes() != fresh.sizes()) out.resize_(fresh.sizes());
+  for (auto& [out, result] : outs) {
+    if (out.sizes() != result.sizes()) out.resize_(result.sizes());
     c10::InferenceMode guard;
     Aliases target;
-    target.of(out).copy_(fresh);
+    target.of(out).copy_(result);
   }
   for (size_t i = 0; i < values.size(); ++i) {
     if (const int argument = call.returned_argument(i); argument >= 0) {
@@ -383,7 +467,7 @@ void run_on_cpu(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const c10::DeviceGuard guard(call.device);
   const CurrentStream stream(call.device.index());
   Stack metas;
-  if (!call.returns_tensors_only() || !run_meta(call, &metas)) {
+  if (!call.returns_tensors_only() || !run_meta(call, &metas) || resizes_what_it_reads(call, metas)) {
     ++g_waiting;
     return run_now(call, stream, stack);
   }

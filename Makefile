@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 #
-# The commands of the project. Each one makes the environment first (about 5 minutes the first time, 1 s after that), so
+# The commands of the project. Each one makes the environment first (3 to 4 minutes the first time, 1 s after that), so
 # that any of them works from a fresh clone. PYTHON, TORCH_INDEX and CXX: see tests/environment/setup.sh.
 
 .DEFAULT_GOAL := help

@@ -273,7 +273,7 @@ def _why_it_waits(plan: KvPlan, tokens: int, limits: SchedulerLimits, free: int,
     if smaller:
         text += f", or max-num-batched-tokens {smaller:,} or less"
     if state:
-        text += ", or the plugin, which takes the states out of the KV cache"
+        text += ", or the states out of the KV cache: what the plugin is for, though no server uses it in this release"
     return text
 
 

@@ -38,6 +38,7 @@ from afd_dsv4.geometry import (
 )
 from afd_dsv4.workspace.sizing import WorkspaceSizes, size_workspace
 
+MIB = 1 << 20
 EXIT_BAD_INPUT = 2
 EXIT_READER_LEFT = 141  # what a shell reports for a command that SIGPIPE ended
 EVIDENCE_TOKENS = (1024, 131072)  # below, no request can be cut behind its first window; above, nothing was measured
@@ -140,14 +141,19 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--block-size", required=True, type=_count, metavar="32|64|128", help="vLLM's --block-size")
     memory = plan.add_mutually_exclusive_group()
     memory.add_argument(
-        "--free-blocks", type=_count_or_zero, metavar="N", help="free KV blocks, the same for both sides"
+        "--free-blocks",
+        type=_count_or_zero,
+        metavar="N",
+        help="free KV blocks, the same for both sides: num_gpu_blocks of the server's log, less 1",
     )
     memory.add_argument(
-        "--hbm-gib", type=_gib, metavar="X", help="GiB for the KV cache and all that the plugin reserves"
+        "--hbm-gib", type=_gib, metavar="X", help="GiB a rank for the KV cache and all that the plugin reserves"
     )
-    plan.add_argument("--max-num-seqs", type=_count, default=16, metavar="N", help="most running requests (default 16)")
+    plan.add_argument("--max-num-seqs", type=_count, default=16, metavar="N", help="vLLM's --max-num-seqs (default 16)")
     plan.add_argument("--max-model-len", type=_count, metavar="N", help="longest sequence (default: the model's)")
-    plan.add_argument("--async-scheduling", action="store_true", help="two batches in flight instead of one")
+    plan.add_argument(
+        "--async-scheduling", action="store_true", help="two batches in flight instead of one, as vLLM does by default"
+    )
     plan.add_argument("--slots", type=_count, default=DEFAULT_SLOTS, metavar="N", help="workspace slots (default 2)")
     plan.add_argument("--stack", default=DEFAULT_STACK, metavar="NAME", help=f"default {DEFAULT_STACK}")
     plan.add_argument("--json", action="store_true", help="machine-readable answer")
@@ -320,15 +326,26 @@ def _as_text(
         f"tokens, {limits.max_num_batched_tokens:,} tokens a step, {limits.batches_in_flight} in flight, "
         f"longest sequence {limits.max_model_len:,}"
     )
+    rest = sizes.device_bytes - sizes.tail_bytes - sizes.slots * sizes.slot_bytes
     reserved = (
-        f"The plugin reserves {sizes.device_bytes:,} B: tails {sizes.tail_bytes:,} ({sizes.tail_bytes_per_request:,} a "
-        f"request, {limits.max_num_seqs} requests) and {sizes.slots} workspace slots of {sizes.slot_bytes:,}."
+        f"The plugin reserves {sizes.device_bytes / MIB:,.1f} MiB ({sizes.device_bytes:,} B): tails "
+        f"{sizes.tail_bytes:,} ({sizes.tail_bytes_per_request:,} a request, {limits.max_num_seqs} requests, and null pages), "
+        f"{sizes.slots} workspace slots of {sizes.slot_bytes:,}, and {rest:,} for forwards without requests."
     )
+    scope = (
+        "For one fresh prompt on an empty server: no draft layers, prefix hits, KV connector or context parallelism. "
+        "The plugin's column is what it would need; it is not wired into a server in this release."
+    )
+    if limits.batches_in_flight == 1:
+        scope += (
+            " Synchronous scheduling; if the server schedules asynchronously (vLLM's default), add --async-scheduling."
+        )
     if options.free_blocks is not None:
         reserved += " With --free-blocks this is not taken from the plugin's blocks."
     return "\n".join(
         [
             request,
+            scope,
             f"compressors: {kinds}",
             "",
             *(f"  {name:<14}{left:>12}{right:>12}" for name, left, right in rows),

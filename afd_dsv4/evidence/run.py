@@ -124,7 +124,8 @@ def main(options: argparse.Namespace) -> int:
         try:
             libraries = launcher.library_dir()
         except launcher.SoftnpuError as error:
-            raise InputError("the software NPU", "not built", str(error)) from error
+            remedy = "run `make demo` in a checkout of afd-dsv4: an installed package brings no software NPU"
+            raise InputError("no NPU here, and the software NPU", "its libraries are not built", remedy) from error
         command = [sys.executable, "-m", "afd_dsv4", *options.argv]
         os.execvpe(command[0], command, launcher.environment(os.environ, libraries))
     # The child imports vLLM while we compress; it is asked last.
@@ -140,13 +141,20 @@ def _source(device: str) -> Source:
         return Source.SOFTNPU
     real = ctypes.util.find_library("ascendcl") is not None or "ASCEND_TOOLKIT_HOME" in os.environ
     if device == "npu" and not real:
-        raise InputError("--device npu", "no CANN runtime (libascendcl.so) on this machine", "use --device softnpu")
+        raise InputError(
+            "--device npu", "no CANN runtime (libascendcl.so) on this machine", "install CANN, or leave it out"
+        )
     return Source.NPU if real and device != "softnpu" else Source.SOFTNPU
 
 
 def _run(options: argparse.Namespace, source: Source, scheduler: SchedulerProcess) -> int:
-    import torch
-    import torch_npu  # noqa: F401 - registers the device
+    try:
+        import torch
+        import torch_npu  # noqa: F401 - registers the device
+    except (ImportError, OSError, RuntimeError) as error:
+        first = str(error).splitlines()[0]
+        remedy = "install the supported stack, or use --device softnpu in a checkout"
+        raise InputError(f"torch and torch_npu for --device {source.value}", first, remedy) from error
 
     from afd_dsv4.evidence.rows import Batch
 

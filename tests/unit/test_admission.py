@@ -125,7 +125,7 @@ def test_without_a_number_of_free_blocks_nothing_is_said_about_admission():
 
 def test_the_words_about_a_waiting_request_name_need_free_share_and_ways_out():
     reason = admit(plan(), 63778, SchedulerLimits(65536, LONGEST), 6958).reason
-    for piece in ("11,094", "6,958", "c4_state 7,973", "9,967 of them (90 %)", "or the plugin"):
+    for piece in ("11,094", "6,958", "c4_state 7,973", "9,967 of them (90 %)", "what the plugin is for"):
         assert piece in reason
 
 

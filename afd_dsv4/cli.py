@@ -329,7 +329,7 @@ def _as_text(
     rest = sizes.device_bytes - sizes.tail_bytes - sizes.slots * sizes.slot_bytes
     reserved = (
         f"The plugin reserves {sizes.device_bytes / MIB:,.1f} MiB ({sizes.device_bytes:,} B): tails "
-        f"{sizes.tail_bytes:,} ({sizes.tail_bytes_per_request:,} a request, {limits.max_num_seqs} requests, and null pages), "
+        f"{sizes.tail_bytes:,} ({sizes.tail_bytes_per_request:,} a request, {limits.max_num_seqs} requests, null pages), "
         f"{sizes.slots} workspace slots of {sizes.slot_bytes:,}, and {rest:,} for forwards without requests."
     )
     scope = (

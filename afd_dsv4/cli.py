@@ -328,8 +328,9 @@ def _as_text(
     )
     rest = sizes.device_bytes - sizes.tail_bytes - sizes.slots * sizes.slot_bytes
     reserved = (
-        f"The plugin reserves {sizes.device_bytes / MIB:,.1f} MiB ({sizes.device_bytes:,} B): tails "
-        f"{sizes.tail_bytes:,} ({sizes.tail_bytes_per_request:,} a request, {limits.max_num_seqs} requests, null pages), "
+        f"The plugin reserves {sizes.device_bytes / MIB:,.1f} MiB ({sizes.device_bytes:,} B): "
+        f"tails {sizes.tail_bytes:,} (null pages and {limits.max_num_seqs} requests of "
+        f"{sizes.tail_bytes_per_request:,}), "
         f"{sizes.slots} workspace slots of {sizes.slot_bytes:,}, and {rest:,} for forwards without requests."
     )
     scope = (

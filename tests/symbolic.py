@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from afd_dsv4.tail.rows import TailShape
 from afd_dsv4.tail.tables import Int32Array, RequestChunk
 
@@ -66,13 +64,3 @@ def expected(shape: TailShape, chunk: RequestChunk) -> dict[Name, list[Name]]:
                 first -= shape.ratio
             out[chunk.request, window] = [(chunk.request, p) for p in range(first, position + 1)]
     return out
-
-
-def wide_table(shape: TailShape, tokens: int) -> int:
-    """Columns for a test launch."""
-    return shape.columns(tokens)
-
-
-def as_int32(values: object) -> Int32Array:
-    """An int32 array."""
-    return np.asarray(values, np.int32)

@@ -219,6 +219,11 @@ def _waive(run: Run, name: str) -> None:
     if run.source is not Source.SOFTNPU:
         raise InputError("--device npu", f"this part needs the operator limit {name} waived", "use --device softnpu")
     torch.ops.softnpu.waive(name, True)
+    _note_waiver(run, name)
+
+
+def _note_waiver(run: Run, name: str) -> None:
+    """Say once, in print and in the file, that an operator limit is waived."""
     if name not in run.evidence["batch"]["waived"]:
         run.evidence["batch"]["waived"].append(name)
         print(f"      operator limit waived: {name}", flush=True)
@@ -492,9 +497,7 @@ def _tokens(run: Run) -> None:
         report: TokenReport = run_token_parity(device="npu", seed=SEED)
         run.evidence["parity"]["tokens"] = {**asdict(report), "source": run.source.value}
         for name in report.waived_limits:
-            if name not in run.evidence["batch"]["waived"]:
-                run.evidence["batch"]["waived"].append(name)
-                print(f"      operator limit waived: {name}", flush=True)
+            _note_waiver(run, name)
         compared = report.free_running
         words = (
             f"{compared.mismatches} of {compared.decided} decided positions differ; "

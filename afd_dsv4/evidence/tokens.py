@@ -53,7 +53,7 @@ UNIT_ROUNDOFF = 2.0**-24
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TokenComparison:
     """One pass against the baseline. Positions are those whose logits were compared.
 
     `max_difference` is the largest absolute difference of two logits, over positions with a decided row selection.
@@ -95,9 +95,9 @@ class TokenReport:
     chunk_sizes: tuple[int, ...]
     tolerance: float
     generated_positions: int
-    free_running: Comparison
-    prompts: Comparison
-    teacher_forced: Comparison
+    free_running: TokenComparison
+    prompts: TokenComparison
+    teacher_forced: TokenComparison
     compressed_rows: int
     max_row_difference: float
     baseline_chunking_difference: float
@@ -331,7 +331,7 @@ class _Launch:
         return list(torch.split(rows.cpu()[: sum(counts)], counts))
 
 
-def _compare(truths: Sequence[_Truth], requests: Sequence[_Request], first: Callable[[_Truth], int]) -> Comparison:
+def _compare(truths: Sequence[_Truth], requests: Sequence[_Request], first: Callable[[_Truth], int]) -> TokenComparison:
     """Ours against the baseline from position `first` of each request on, as long as the inputs are the same."""
     positions = decided = mismatches = undecided_mismatches = 0
     largest = 0.0
@@ -354,7 +354,7 @@ def _compare(truths: Sequence[_Truth], requests: Sequence[_Request], first: Call
         if len(distance):
             # NaN must not slip through a maximum.
             largest = max(largest, float(torch.nan_to_num(distance, nan=float("inf")).max()))
-    return Comparison(positions, decided, mismatches, undecided_mismatches, largest)
+    return TokenComparison(positions, decided, mismatches, undecided_mismatches, largest)
 
 
 def _row_difference(

@@ -180,7 +180,7 @@ class TailStore:
             twice = sorted({request for request in requests if requests.count(request) > 1})
             raise ValueError(f"two chunks in one execution for {twice}; give one chunk a request")
         new = [chunk for chunk in chunks if chunk.request not in self._seats]
-        free = [seat for seat in self._free if usable(seat)]
+        free = [seat for seat in self._free if usable(seat)] if new else []
         if len(new) > len(free):
             behind = len(self._free) - len(free)
             raise TailFull(

@@ -64,8 +64,3 @@ class Fence(Generic[S]):
         for event in others:
             event.wait(stream)
         return len(others)
-
-    def synchronize(self) -> None:
-        """Make the host wait. For shutdown and tests, never for a forward."""
-        for event in self._events.values():
-            event.synchronize()

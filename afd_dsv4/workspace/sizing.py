@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 """The one expression that sizes tails and workspace slots.
 
-Allocation, admission, plan, doctor and metrics all read it, so that the budget that is promised and the memory that is
-taken cannot drift apart. Bytes are payload; an allocator's rounding is not included.
+Admission and `plan` read it, and the runtime compares what it allocated with it before it runs, so that the budget that
+is promised and the memory that is taken cannot drift apart. Bytes are payload: an allocator's rounding and the
+operator's own scratch are not included.
 """
 
 from __future__ import annotations

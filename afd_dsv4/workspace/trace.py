@@ -2,20 +2,42 @@
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 """The trace: what the arena ordered, in the order in which the host asked for it.
 
-Problem: a race leaves wrong numbers behind and no word about where it was; what is needed to find it is the order of a
-few calls that are long gone.
-Way: one tuple per call in a bounded ring, which is cheap enough to be left on.
-Not here: any judgement (`order.py`).
+Problem: a race leaves wrong numbers behind and no word about where it was; to find it takes the order of a few calls
+that are long gone.
+Way: one tuple per call in a bounded ring, cheap enough to be left on, and a file of JSON lines that is read back
+strictly. The records and their fields are those of `FIELDS`. Numbers of events, streams, leases, workspace slots, seats
+and staging entries are whole; parts and steps are strings, whole numbers, enums or tuples of those; an enum is its value
+in a file. The ring loses its beginning, never its end.
+Not here: any judgement (`order.py`), any picture (`chrome.py`).
 """
 
 from __future__ import annotations
 
+import enum
+import itertools
+import json
+import reprlib
 from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, BinaryIO
+
+from afd_dsv4.geometry import InputError
 
 Record = tuple[Any, ...]
-"""`(ns, op, *fields)`, ns of `time.perf_counter_ns`."""
+"""`(ns, op, *fields)`; ns of `time.perf_counter_ns`."""
+
+FORMAT = "afd-dsv4 trace"
+VERSION = 1
+KINDS = ("live", "dummy", "profile", "capture")
+NESTING = 8  # of parts and steps; what the arena writes has 2
+
+
+class TraceError(InputError):
+    """A trace that cannot be read or written: where, what was found there, what to do about it."""
 
 
 class Trace:
@@ -28,24 +50,209 @@ class Trace:
     def __init__(self, capacity: int | None = 65536) -> None:
         if capacity is not None and capacity < 1:
             raise ValueError(f"a trace keeps at least one record, got capacity {capacity}; None keeps all")
-        self._ring: deque[Record] = deque(maxlen=capacity)
-        self._added = 0
+        # Numbers tell what was dropped; drawing one is a single step even where two threads add at a time.
+        self._ring: deque[tuple[int, int, str, tuple[Any, ...]]] = deque(maxlen=capacity)
+        self._append = self._ring.append
+        self._numbers = itertools.count()
 
     def add(self, op: str, *fields: Any) -> None:
-        """Keep one record. The caller holds the lock under which the order was made."""
-        self._ring.append((perf_counter_ns(), op, *fields))
-        self._added += 1
+        """Keep one record. The lock under which the order is made must be held, or the records tell another order."""
+        self._append((next(self._numbers), perf_counter_ns(), op, fields))
 
     def records(self) -> list[Record]:
         """What is kept, oldest first."""
-        return list(self._ring)
+        return [(ns, op, *fields) for _, ns, op, fields in self._ring]
 
     @property
     def dropped(self) -> int:
-        """How many records are no longer kept."""
-        return self._added - len(self._ring)
+        """How many records came before those that are kept."""
+        return self._ring[0][0] if self._ring else 0
 
     def clear(self) -> None:
-        """Begin anew, as if nothing had been recorded."""
+        """Begin anew, as if nothing had been recorded. What was open stays unknown to whoever reads the rest."""
         self._ring.clear()
-        self._added = 0
+        self._numbers = itertools.count()
+
+    def save(self, path: Path | str, about: Mapping[str, Any] | None = None) -> None:
+        """Write what is kept; see `save`."""
+        save(path, self.records(), self.dropped, about)
+
+
+@dataclass(frozen=True)
+class Header:
+    """First line of a file.
+
+    Attributes:
+        dropped: records that came before those of the file.
+        about: whatever the writer wanted to say: versions, device, seed.
+    """
+
+    dropped: int
+    about: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A file that was read."""
+
+    header: Header
+    records: tuple[Record, ...]
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _hashable(value: object, depth: int = 0) -> bool:
+    if isinstance(value, tuple):
+        return depth < NESTING and all(_hashable(item, depth + 1) for item in value)
+    return isinstance(value, str) or _whole(value)
+
+
+_Shape = tuple[str, Callable[[Any], bool]]  # what a field must be, in words and as a test
+_INT: _Shape = ("a whole number", _whole)
+_TEXT: _Shape = ("a string", lambda value: isinstance(value, str))
+_FLAG: _Shape = ("true or false", lambda value: isinstance(value, bool))
+_KIND: _Shape = (f"one of {', '.join(KINDS)}", lambda value: value in KINDS)
+_STEP: _Shape = ("null, a string, a whole number or a list of those", lambda value: value is None or _hashable(value))
+_PARTS: _Shape = (
+    "a list of strings, whole numbers and lists of those",
+    lambda value: isinstance(value, tuple) and _hashable(value),
+)
+_SEATS: _Shape = ("a list of whole numbers", lambda value: isinstance(value, tuple) and all(map(_whole, value)))
+
+FIELDS: dict[str, dict[str, _Shape]] = {
+    "acquire": {"lease": _INT, "slot": _INT, "execution": _TEXT, "kind": _KIND},
+    "map": {"lease": _INT, "seats": _SEATS},
+    "touch": {"lease": _INT, "slot": _INT, "stream": _INT, "reads": _PARTS, "writes": _PARTS, "step": _STEP},
+    "record": {"event": _INT, "stream": _INT},
+    "wait": {"event": _INT, "stream": _INT},
+    "passed": {"event": _INT},
+    "seal": {"lease": _INT, "whole": _FLAG},
+    "settle": {"lease": _INT, "outcome": _TEXT},
+    "quarantine": {"lease": _INT, "why": _TEXT},
+    "rewrite": {"entry": _INT},
+    "copy": {"entry": _INT, "stream": _INT},
+    "replay": {"lease": _INT, "key": _TEXT, "stream": _INT},
+    "reset": {},
+    "close": {},
+}
+"""The fields behind `ns` and `op`, in order.
+
+acquire, seal, settle, quarantine: steps of a lease. map: seats whose pages the steps of the lease touch. touch: work of
+a lease is queued on a stream; the part `*` is the whole slot, the step `*` all steps. record, wait: of an event, on a
+stream. passed: the host learnt that the event's last record has passed. copy: from a staging entry, queued on a stream.
+rewrite: of a staging entry, by the host. replay: of a captured graph; its touch has a record of its own. reset, close:
+of the arena.
+"""
+
+
+def save(path: Path | str, records: Sequence[Record], dropped: int = 0, about: Mapping[str, Any] | None = None) -> None:
+    """Write a file of JSON lines: a header, then one record a line. Nothing is written if one cannot be read back.
+
+    Args:
+        path: where to; replaced if it exists.
+        records: as of `Trace.records`.
+        dropped: records that came before them.
+        about: anything JSON can hold.
+
+    Raises:
+        TraceError: a record, or `about`, has no place in such a file.
+        OSError: the file cannot be written.
+    """
+    try:
+        header = json.dumps({"format": FORMAT, "version": VERSION, "dropped": dropped, "about": dict(about or {})})
+    except (TypeError, ValueError) as error:
+        raise TraceError("about", f"is not JSON ({error})", "use strings, numbers, lists and dicts only") from None
+    plain = [plain(record) for record in records]
+    for number, record in enumerate(plain):
+        _check(record, f"record {number}", "record what FIELDS names")
+    with Path(path).open("w", encoding="utf-8", newline="\n") as file:
+        file.write(header + "\n")
+        file.writelines(json.dumps(record, separators=(",", ":")) + "\n" for record in plain)
+
+
+def load(path: Path | str) -> Recorded:
+    """Read a file that `save` wrote.
+
+    Raises:
+        TraceError: a line is not what it must be; says which, what was found and what to do.
+        OSError: the file cannot be read.
+    """
+    with Path(path).open("rb") as file:
+        lines = _lines(file)
+        first = next(lines, None)
+        if first is None:
+            raise TraceError("line 1", "the file is empty", "give a file that Trace.save wrote")
+        header = _header(*first)
+        return Recorded(header, tuple(_record(where, line) for where, line in lines))
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[str, Any]]:
+    remedy = "the file was cut off or edited; save the trace again"
+    for number, line in enumerate(file, start=1):
+        where = f"line {number}"
+        try:
+            yield where, json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise TraceError(where, f"is not UTF-8 ({error.reason} at byte {error.start})", remedy) from None
+        except json.JSONDecodeError as error:
+            raise TraceError(where, f"is not JSON ({error})", remedy) from None
+        except (RecursionError, ValueError):  # ValueError: Python's own limit for numbers
+            raise TraceError(where, "is nested too deep, or holds a number with thousands of digits", remedy) from None
+
+
+def _header(where: str, found: Any) -> Header:
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise TraceError(where, f"is {_short(found)}, not the header of a trace", "give a file that Trace.save wrote")
+    version = found.get("version")
+    if not _whole(version) or version != VERSION:
+        raise TraceError(where, f"is a trace of version {_short(version)}", f"this release reads version {VERSION}")
+    if set(found) != {"format", "version", "dropped", "about"}:
+        names = ", ".join(map(_short, found))
+        raise TraceError(where, f"the header has {names}", "it has format, version, dropped and about, and no more")
+    dropped, about = found["dropped"], found["about"]
+    if not _whole(dropped) or dropped < 0:
+        raise TraceError(where, f"dropped is {_short(dropped)}", "it must be a whole number from 0")
+    if not isinstance(about, dict):
+        raise TraceError(where, f"about is {_short(about)}", "it must be an object")
+    return Header(dropped, about)
+
+
+def _record(where: str, found: Any) -> Record:
+    remedy = "a record is [ns, op, fields...]; save the trace again"
+    if not isinstance(found, list):
+        raise TraceError(where, f"is {_short(found)}, not a list", remedy)
+    record: Record = plain(found)
+    _check(record, where, remedy)
+    return record
+
+
+def _check(record: Record, where: str, remedy: str) -> None:
+    if len(record) < 2 or not _whole(record[0]):
+        raise TraceError(where, f"does not begin with a time and an op ({_short(record)})", remedy)
+    shapes = FIELDS.get(record[1]) if isinstance(record[1], str) else None
+    if shapes is None:
+        raise TraceError(where, f"has the unknown op {_short(record[1])}", f"known are {', '.join(FIELDS)}")
+    fields = record[2:]
+    if len(fields) != len(shapes):
+        names = ", ".join(shapes) or "none"
+        raise TraceError(where, f"{record[1]} has {len(fields)} fields", f"it takes {len(shapes)}: {names}")
+    for (name, (words, fits)), value in zip(shapes.items(), fields, strict=True):
+        if not fits(value):
+            raise TraceError(where, f"{name} of {record[1]} is {_short(value)}", f"it must be {words}")
+
+
+def plain(value: Any, depth: int = -2) -> Any:
+    """Sequences as tuples, enums as their values, whole numbers as int; anything else is for `_check` to refuse."""
+    if isinstance(value, list | tuple):
+        return value if depth > NESTING else tuple(plain(item, depth + 1) for item in value)
+    if isinstance(value, enum.Enum):
+        return plain(value.value, depth)
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    return value
+
+
+def _short(value: object) -> str:
+    return reprlib.repr(value)

@@ -6,8 +6,8 @@ Problem: a race leaves wrong numbers behind and no word about where it was; to f
 that are long gone.
 Way: one tuple per call in a bounded ring, cheap enough to be left on, and a file of JSON lines that is read back
 strictly. The records and their fields are those of `FIELDS`. Numbers of events, streams, leases, workspace slots, seats
-and staging entries are whole; parts and steps are strings, whole numbers, enums or tuples of those; an enum is its value
-in a file. The ring loses its beginning, never its end.
+and staging entries are whole; parts and steps are strings, whole numbers, enums or tuples of those. In a file an enum
+is its value. The ring loses its beginning, never its end.
 Not here: any judgement (`order.py`), any picture (`chrome.py`).
 """
 
@@ -164,12 +164,12 @@ def save(path: Path | str, records: Sequence[Record], dropped: int = 0, about: M
         header = json.dumps({"format": FORMAT, "version": VERSION, "dropped": dropped, "about": dict(about or {})})
     except (TypeError, ValueError) as error:
         raise TraceError("about", f"is not JSON ({error})", "use strings, numbers, lists and dicts only") from None
-    plain = [plain(record) for record in records]
-    for number, record in enumerate(plain):
+    rows = [plain(record) for record in records]
+    for number, record in enumerate(rows):
         _check(record, f"record {number}", "record what FIELDS names")
     with Path(path).open("w", encoding="utf-8", newline="\n") as file:
         file.write(header + "\n")
-        file.writelines(json.dumps(record, separators=(",", ":")) + "\n" for record in plain)
+        file.writelines(json.dumps(record, separators=(",", ":")) + "\n" for record in rows)
 
 
 def load(path: Path | str) -> Recorded:

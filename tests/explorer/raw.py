@@ -13,8 +13,8 @@ Work reads and writes named resources symbolically: it writes a stamp, and a rea
 Counts against the prototype's (facts: table of six scripts): its states are positions and memory, where recording and
 waiting are moves of their own, and exploration goes on behind a violation. Its "violating schedules" are distinct
 violating moves of the state graph, not paths: with states merged, one such move stands for all orders that make it.
-`Explored.violations` is that number, `Explored.violating` the paths: 4, 0, 3, 0, 3, 0, so they differ in the fifth script
-only. `SCRIPTS` gives all six rows exactly.
+`Explored.violations` is that number, `Explored.violating` the paths: 4, 0, 3, 0, 3, 0, so they differ in the fifth
+script only. `SCRIPTS` gives all six rows exactly.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def test_captured_work_without_an_edge_runs_in_any_order() -> None:
         log: list[int] = []
         with device.capture() as graph:
             for stream in streams:
-                device.launch(stream, lambda index=stream.index: log.append(index))
+                device.launch(stream, lambda log=log, index=stream.index: log.append(index))
         device.replay(graph, streams[0])
         device.run()
         first.add(log[0])

@@ -236,25 +236,36 @@ class ModelDevice:
 
     def catch_up(self, point: Point) -> bool:
         """Run what lies before `point`, and nothing else. False if a hung stream is in the way: then nothing runs."""
+        need = self._before(point)
+        if need is None:
+            return False
+        while need:
+            for stream, given in list(need.items()):
+                while stream.done < given and stream.queue[0].ready():
+                    stream.queue.popleft().run()
+                if stream.done >= given:
+                    del need[stream]
+        return True
+
+    def could_pass(self, point: Point) -> bool:
+        """Whether `catch_up` could."""
+        return self._before(point) is not None
+
+    def _before(self, point: Point) -> dict[ModelStream, int] | None:
+        """How far each stream must come for `point` to pass; None if a hung one must move."""
         need: dict[ModelStream, int] = {}
         points = [point]
         while points:
-            stream, count = points.pop()
-            before = need.get(stream, stream.done)
-            if count <= before:
+            stream, given = points.pop()
+            done = stream.done
+            first = need.get(stream, done)
+            if given <= first:
                 continue
             if stream.hung:
-                return False
-            need[stream] = count
-            queue = stream.queue
-            points += [behind for i in range(before - stream.done, count - stream.done) if (behind := queue[i].behind)]
-        while need:
-            for stream, count in list(need.items()):
-                while stream.done < count and stream.queue[0].ready():
-                    stream.queue.popleft().run()
-                if stream.done >= count:
-                    del need[stream]
-        return True
+                return None
+            need[stream] = given
+            points += [behind for i in range(first - done, given - done) if (behind := stream.queue[i].behind)]
+        return need
 
 
 def _always() -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -29,10 +29,14 @@ from afd_dsv4.tail.rows import TailShape
 from afd_dsv4.tail.store import SeatIndex, StepPlan, TailStore
 from afd_dsv4.tail.tables import NO_COLUMN, PageList, RequestChunk, RequestId
 from afd_dsv4.workspace.arena import WorkspaceArena
-from afd_dsv4.workspace.identity import ExecutionId, Generation, GenerationMint
-from afd_dsv4.workspace.lease import Lease, OrderError
+from afd_dsv4.workspace.identity import Domain, ExecutionId, ExecutionKind, Generation, GenerationMint
+from afd_dsv4.workspace.lease import WHOLE, Lease, LeaseState, OrderError
 from afd_dsv4.workspace.sizing import size_workspace, tail_shapes
 from afd_dsv4.workspace.staging import StagingRing
+from afd_dsv4.workspace.trace import Trace
+
+#: Runtimes whose memory the device may touch at any time: garbage collection must not free it.
+_NEVER_FREED: list[StockRuntime] = []
 
 CONTINUOUS = 1  # the operator's cache_mode that skips page 0
 INTERLEAVED = 2  # the operator's rotary_mode
@@ -114,7 +118,7 @@ class _Table:
 
     def cells(self, pages: PageList) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Flat index of every list entry, int64 [requests, list_ids]; padded entries all mean the last cell."""
-        row = np.arange(len(pages.chunks), dtype=np.int64)[:, None] * self.columns
+        row = np.arange(len(pages.starts), dtype=np.int64)[:, None] * self.columns
         return np.where(pages.columns == NO_COLUMN, self.flat.numel() - 1, row + pages.columns)
 
 
@@ -140,6 +144,9 @@ class StockRuntime:
         device: where the operator runs.
         slots: executions in flight at once: uBatches, or forwards under asynchronous scheduling.
         drafts: most draft tokens a forward may have to take back.
+        graphs: one more slot each, with the keys of the graphs that use it (`workspace/arena.py`).
+        fence_timeout_s: what has not passed for so long is given up.
+        trace: what was ordered; None for a ring of the default size.
         ordered: False drops every stream wait; only for negative controls.
     """
 
@@ -153,17 +160,26 @@ class StockRuntime:
         device: torch.device | str,
         slots: int = 2,
         drafts: int = 0,
+        graphs: Sequence[Iterable[Hashable]] = (),
+        fence_timeout_s: float = 60.0,
+        trace: Trace | None = None,
         ordered: bool = True,
     ) -> None:
+        eager, slots = slots, slots + len(graphs)
         self.geometry = geometry
         self.max_num_batched_tokens = max_num_batched_tokens
         self.device = TorchDevice(device)
         self.shapes = tail_shapes(geometry, layout, drafts)
         self.store = TailStore(self.shapes, max_num_seqs=max_num_seqs, slots=slots)
-        self.arena: WorkspaceArena[Any] = WorkspaceArena(self.device, slots, ordered=ordered)
+        self.trace = Trace() if trace is None else trace
+        self.arena: WorkspaceArena[Any] = WorkspaceArena(
+            self.device, eager, graphs=graphs, ordered=ordered, fence_timeout_s=fence_timeout_s, trace=self.trace
+        )
         self._mint = GenerationMint()
         self._beginning = threading.Lock()
         self._last: dict[SeatIndex, Lease[Any]] = {}  # who had a seat's pages last
+        self._open: dict[ExecutionId, StockExecution] = {}
+        self._captured: dict[Hashable, tuple[int, int]] = {}  # graph key -> requests, tokens
         self.layers = {kind: {layer: i for i, layer in enumerate(geometry.layers_of(kind))} for kind in CompressorKind}
         where = self.device.device
         self.pools = {
@@ -186,7 +202,7 @@ class StockRuntime:
         ]
         host = torch.device("cpu")
         self.staging: StagingRing[Any, dict[int, _Lists]] = StagingRing(
-            self.device,
+            self.arena.events,
             [
                 {r: _Lists(shape, max_num_seqs, device=host, pinned=True) for r, shape in self.shapes.items()}
                 for _ in range(slots + 1)
@@ -235,34 +251,97 @@ class StockRuntime:
             TailVoid: a request whose last execution did not launch everything.
             UnknownPosition: a chunk does not start where its request's tail ends.
         """
+        return self._plan(chunks, ExecutionId(generation or self._mint.mint(), ubatch), None, 0)
+
+    def capture(self, key: Hashable, chunks: Sequence[RequestChunk]) -> StockExecution:
+        """Begin the capture of a graph; call it, `compress` and `finish` within the capture.
+
+        Its page lists are empty (rule 7): the chunks give the shape of the launches and nothing else.
+
+        Args:
+            key: of the graph, one of `graphs`.
+            chunks: as many requests and tokens as every replay will have.
+
+        Raises:
+            CaptureError: `key` has no slot, or executions are open.
+        """
+        if not chunks:
+            raise ValueError(f"graph {key!r} is to be captured without requests; there is nothing to launch")
+        self._check_tokens(chunks)
+        lease = self.arena.capture(key, ExecutionId(self._mint.mint(), 0, 0, Domain.GRAPH, ExecutionKind.CAPTURE))
+        lists = {
+            ratio: PageList(
+                shape=shape,
+                chunks=tuple(chunks),
+                columns=np.full((0, shape.list_ids), NO_COLUMN, np.int32),
+                ids=np.zeros((shape.layers, 0, shape.list_ids), np.int32),
+                starts=np.zeros(0, np.int32),
+            ).padded(len(chunks))
+            for ratio, shape in self.shapes.items()
+        }
+        self._captured[key] = len(chunks), sum(chunk.tokens for chunk in chunks)
+        for table in self.tables[lease.slot.index].values():
+            table.layer = None
+        return StockExecution(self, lease, StepPlan(lists, (), ()), tuple(chunks))
+
+    def begin_replay(
+        self, key: Hashable, chunks: Sequence[RequestChunk], *, generation: Generation | None = None
+    ) -> StockExecution:
+        """Like `begin`, in the slot of a captured graph: instead of `compress`, call `StockExecution.replay` once.
+
+        Raises:
+            ValueError: more requests or tokens than were captured.
+            CaptureError: nothing was captured under `key`, or the memory was replaced since.
+            Exhausted: the graph's slot is held by an unfinished replay.
+        """
+        requests, tokens = self._captured.get(key, (0, 0))
+        asked = sum(chunk.tokens for chunk in chunks)
+        if key in self._captured and (len(chunks) > requests or asked > tokens):
+            raise ValueError(
+                f"{len(chunks)} requests with {asked} tokens for graph {key!r}, captured for {requests} and {tokens}; "
+                f"capture a larger one, or begin without a graph"
+            )
+        execution = ExecutionId(generation or self._mint.mint(), 0, 0, Domain.GRAPH)
+        return self._plan(chunks, execution, key, requests)
+
+    def _plan(
+        self, chunks: Sequence[RequestChunk], execution: ExecutionId, graph: Hashable | None, rows: int
+    ) -> StockExecution:
         if not chunks:
             return StockExecution(self, None, None, ())
-        tokens = sum(chunk.tokens for chunk in chunks)
-        if tokens > self.max_num_batched_tokens:
-            raise ValueError(
-                f"an execution of {tokens} tokens in a runtime sized for {self.max_num_batched_tokens}; "
-                f"cut the batch, or construct the runtime with a larger max_num_batched_tokens"
-            )
-        execution = ExecutionId(generation or self._mint.mint(), ubatch)
+        self._check_tokens(chunks)
         # The staging ring may make the host wait. Other threads must be able to launch meanwhile, or what the copies
         # wait for may never be queued: so its entry is taken before the lock of the arena, under one of `begin` alone.
         with self._beginning:
-            entry = self.staging.take()
+            entry, host = self.staging.take()
+            stream = self.device.current_stream()
             with self.arena.lock:
-                return self._begin(chunks, execution, entry)
+                try:
+                    return self._begin(chunks, execution, graph, rows, host, stream)
+                finally:  # also where only some of the copies were queued
+                    self.staging.copied(entry, stream)
 
     def _begin(
-        self, chunks: Sequence[RequestChunk], execution: ExecutionId, entry: tuple[int, dict[int, _Lists]]
+        self,
+        chunks: Sequence[RequestChunk],
+        execution: ExecutionId,
+        graph: Hashable | None,
+        rows: int,
+        host: dict[int, _Lists],
+        stream: Any,
     ) -> StockExecution:
-        lease = self.arena.acquire(execution)
+        lease = self.arena.acquire(execution) if graph is None else self.arena.replay(graph, execution)
         plan: StepPlan | None = None
         try:
             plan = self.store.plan(chunks, lease.slot.index, usable=self._usable)
             lease.follow(
                 continues=[self._last[seat] for seat in plan.continued],
                 after=[self._last[seat] for seat in plan.taken if seat in self._last],
+                seats=plan.seats,
+                void=plan.void,
             )
-            self._upload(lease, plan.lists, entry)
+            lists = {r: pages.padded(rows) for r, pages in plan.lists.items()} if rows else plan.lists
+            self._upload(lease, lists, host, stream)
         except BaseException as error:
             if plan is not None:  # pages have changed owner, and nothing will be launched
                 plan.void(f"{execution} failed to begin: {error}")
@@ -271,6 +350,14 @@ class StockRuntime:
             raise
         self._last.update(dict.fromkeys(plan.seats, lease))
         return StockExecution(self, lease, plan, tuple(chunks))
+
+    def _check_tokens(self, chunks: Sequence[RequestChunk]) -> None:
+        tokens = sum(chunk.tokens for chunk in chunks)
+        if tokens > self.max_num_batched_tokens:
+            raise ValueError(
+                f"an execution of {tokens} tokens in a runtime sized for {self.max_num_batched_tokens}; "
+                f"cut the batch, or construct the runtime with a larger max_num_batched_tokens"
+            )
 
     def _usable(self, seat: SeatIndex) -> bool:
         """Whether a stream can be made to wait for all that may still touch a free seat's pages."""
@@ -284,6 +371,51 @@ class StockRuntime:
         """Give a request's tail away. Its next owner waits for the last lease that mapped it."""
         with self.arena.lock:
             self.store.end(request)
+
+    def end_forward(self, generation: Generation) -> tuple[ExecutionId, ...]:
+        """Finish what a forward left open. Call it where the forward ends, in a `finally`, once its threads have ended.
+
+        The threads of uBatches may swallow an exception, and with it the call of `finish`. Their executions are sealed
+        as broken here: the requests' tails are void, and the slots are free behind what was queued.
+
+        Returns:
+            The executions that had been left open.
+        """
+        with self.arena.lock:
+            left = [execution for execution in self._open if execution.generation == generation]
+            errors = []
+            for execution in left:
+                try:
+                    self._open[execution].finish()
+                except Exception as error:  # the others must be finished all the same
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+        return tuple(left)
+
+    def seats_in_doubt(self) -> tuple[SeatIndex, ...]:
+        """Seats that will never be taken again: the device may touch their pages at any time."""
+        with self.arena.lock:
+            return tuple(seat for seat, lease in self._last.items() if lease.state is LeaseState.QUARANTINED)
+
+    def close(self, drain_s: float = 0.0) -> tuple[Lease[Any], ...]:
+        """End: no execution begins any more. Refuses, and changes nothing, while work may still run.
+
+        Args:
+            drain_s: wait for it so long; what is not over then is quarantined.
+
+        Returns:
+            Leases in doubt. The runtime's memory stays allocated for the life of the process if there are any.
+
+        Raises:
+            StillLeased: executions are open, or work may still run.
+        """
+        if drain_s > 0:
+            self.arena.drain(drain_s)
+        lost = self.arena.close()
+        if lost:
+            _NEVER_FREED.append(self)
+        return lost
 
     def idle(self, kind: CompressorKind, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Table and starts for a forward without an execution (profile, dummy, idle rank): all zero, nothing is stored.
@@ -309,22 +441,19 @@ class StockRuntime:
             host=sum(part.list_bytes + part.staging_bytes for entry in self.staging.entries for part in entry.values()),
         )
 
-    def _upload(self, lease: Lease[Any], lists: dict[int, PageList], staged: tuple[int, dict[int, _Lists]]) -> None:
-        stream = self.device.current_stream()
+    def _upload(self, lease: Lease[Any], lists: dict[int, PageList], host: dict[int, _Lists], stream: Any) -> None:
         slot = lease.slot.index
-        entry, host = staged
         parts = [(what, ratio) for ratio in lists for what in ("lists", "table")]
         lease.touch(stream, writes=parts)
         for ratio, pages in lists.items():
             table, there, here = self.tables[slot][ratio], self.lists[slot][ratio], host[ratio]
-            rows = len(pages.chunks)
+            rows = len(pages.starts)
             for name, values in (("ids", pages.ids), ("cells", table.cells(pages)), ("starts", pages.starts)):
                 source = getattr(here, name)[: values.size]
                 source.numpy()[:] = values.ravel()
                 getattr(there, name)[: values.size].copy_(source, non_blocking=True)
             table.rows[:rows].zero_()
             table.layer = None
-        self.staging.copied(entry, stream)
 
 
 class StockExecution:
@@ -348,8 +477,11 @@ class StockExecution:
         self._first = [0, *itertools.accumulate(chunk.tokens for chunk in chunks)]  # each request's first token
         self._launched: dict[tuple[int, CompressorKind], int] = {}  # requests whose launch is queued, from the front
         self._layer: dict[CompressorKind, int] = {}  # the last layer launched
+        self._replayed = False
         self.lease = lease
         self.lists = plan.lists if plan else {}
+        if lease is not None:
+            runtime._open[lease.execution] = self
 
     def compress(
         self,
@@ -410,6 +542,20 @@ class StockExecution:
                 self.lease.complete((layer, kind))
         return compressed
 
+    def replay(self, graph: Any) -> None:
+        """Queue a captured graph, with all launches of this execution in it, on the current stream.
+
+        Args:
+            graph: what was captured under the key of `begin_replay`; it has a method `replay`.
+        """
+        if self.lease is None:
+            return
+        with self._runtime.arena.lock:
+            self.lease.touch(self._runtime.device.current_stream(), writes=[WHOLE], step=WHOLE)
+            graph.replay()
+            self.lease.complete(WHOLE)
+            self._replayed = True
+
     def _check_order(self, layer: int, kind: CompressorKind, mine: slice) -> None:
         """Layers ascend, because spares pass from layer to layer; requests of a layer come once, front to back."""
         if layer not in self._runtime.layers[kind]:
@@ -431,20 +577,16 @@ class StockExecution:
         """
         if self.lease is None or self._plan is None:
             return
-        compressors = self._runtime.geometry.compressors
+        compressors = () if self._replayed else self._runtime.geometry.compressors
         missing = [c for c in compressors if self._launched.get((c.layer, c.kind), 0) != len(self._chunks)]
         with self._runtime.arena.lock:  # void before anybody can go on from these tails
-            if missing:
+            if missing and self.lease.state is LeaseState.ACQUIRED:
                 first = f"layer {missing[0].layer} {missing[0].kind.value}"
                 lost = f"{len(missing)} of {len(compressors)} launches missing, first {first}"
                 self._plan.void(f"{self.lease.execution} ended with {lost}")
-            try:
+            self._runtime._open.pop(self.lease.execution, None)
+            if self.lease.state is not LeaseState.QUARANTINED:  # given up before: what there was to void is void
                 self.lease.seal(whole=not missing)
-            except OrderError:
-                raise  # finished twice: nothing new is lost
-            except BaseException as error:  # no fence: nobody can be told when this is over, and the slot stays held
-                self._plan.void(f"{self.lease.execution} could not be sealed: {error}")
-                raise
 
     def __enter__(self) -> StockExecution:
         return self

@@ -22,10 +22,16 @@ class Event(Protocol[S_contra]):
         """Mark the point that `stream` has been given so far; an earlier mark of this event is forgotten."""
 
     def wait(self, stream: S_contra) -> None:
-        """Make what `stream` is given from now on wait for the last record. The host does not wait."""
+        """Make what `stream` is given from now on wait for the record that is the last one now, and not the host.
+
+        A later record changes nothing for a wait that is queued, as with torch.npu.Event and torch.cuda.Event.
+        """
 
     def query(self) -> bool:
-        """Whether the last record has passed. True, too, for an event never recorded: callers must not rely on it."""
+        """Whether the last record has passed. True, too, for an event never recorded: callers must not rely on it.
+
+        Illegal while a graph is being captured: it may raise, or answer without meaning (pytorch#158352).
+        """
 
     def synchronize(self) -> None:
         """Make the host wait for the last record."""
@@ -39,3 +45,6 @@ class Device(Protocol[S_contra]):
 
     def event(self) -> Event[S_contra]:
         """A new event, without timing."""
+
+    def capturing(self) -> bool:
+        """Whether the calling thread's current stream is being captured into a graph."""

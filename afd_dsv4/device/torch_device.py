@@ -33,6 +33,10 @@ class TorchDevice:
         """See `api.Device`."""
         return self._module.Event()
 
+    def capturing(self) -> bool:
+        """See `api.Device`."""
+        return bool(self._module.is_current_stream_capturing())
+
     def current_stream(self) -> Any:
         """The stream that the calling thread queues on."""
         return self._module.current_stream(self.device)

@@ -348,5 +348,5 @@ class SabotagedRuntime(StockRuntime):
 
     sabotage: Callable[[PageList], PageList] = staticmethod(lambda pages: pages)
 
-    def _upload(self, lease: Lease[Any], lists: dict[int, PageList], staged: Any) -> None:
-        super()._upload(lease, {ratio: self.sabotage(pages) for ratio, pages in lists.items()}, staged)
+    def _upload(self, lease: Lease[Any], lists: dict[int, PageList], host: Any, stream: Any) -> None:
+        super()._upload(lease, {ratio: self.sabotage(pages) for ratio, pages in lists.items()}, host, stream)

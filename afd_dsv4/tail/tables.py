@@ -13,7 +13,7 @@ operator's rules, `rules.py` checks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NewType
 
 import numpy as np
@@ -123,6 +123,18 @@ class PageList:
     columns: Int32Array
     ids: Int32Array
     starts: Int32Array
+
+    def padded(self, requests: int) -> PageList:
+        """The same with rows behind it that map nothing, as a graph captured for `requests` launches it (rule 5)."""
+        more = requests - len(self.starts)
+        if more < 0:
+            raise ValueError(f"a list of {len(self.starts)} requests cannot be padded to {requests}")
+        return replace(
+            self,
+            columns=np.pad(self.columns, ((0, more), (0, 0)), constant_values=NO_COLUMN),
+            ids=np.pad(self.ids, ((0, 0), (0, more), (0, 0))),
+            starts=np.pad(self.starts, (0, more)),
+        )
 
     def table(self, layer: int, columns: int) -> Int32Array:
         """The state table of one layer as the device builds it: int32 [requests, columns].

@@ -6,27 +6,56 @@ A slot is handed on only behind the fence of its last lease: passed, or waited f
 before its first touch. Slots are chosen in the order passed, never used, oldest pending, so a wait is queued only when
 all slots are in flight. Nothing is allocated here; what a slot consists of, its owner knows by `slot.index`.
 
-Not here yet: quarantine, time-outs and graph slots.
+When nobody can prove that a lease is over (its fence is older than `fence_timeout_s`, cannot be recorded, or cannot be
+queried), it is quarantined: its slot is never leased again, its requests are void, and it is counted. Nothing brings it
+back; a worker whose slots are all quarantined cannot go on and says so.
+
+Graphs have slots of their own, assigned by key at start-up, because a captured graph keeps their addresses.
+
+Only `drain`, for shutdown, ever waits.
 """
 
 from __future__ import annotations
 
 import enum
 import threading
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from afd_dsv4.device.api import Device
+from afd_dsv4.device.api import Device, StreamId
 from afd_dsv4.tail.store import SlotIndex
-from afd_dsv4.workspace.fence import EventPool
-from afd_dsv4.workspace.identity import ExecutionId
+from afd_dsv4.workspace.fence import EventSource, OrderedEvent
+from afd_dsv4.workspace.identity import ExecutionId, ExecutionKind, Generation
 from afd_dsv4.workspace.lease import Lease, LeaseState
+from afd_dsv4.workspace.trace import Trace
 
 S = TypeVar("S")
 
 
 class Exhausted(RuntimeError):
-    """Every slot is leased to an execution that has not sealed it."""
+    """No slot can be leased.
+
+    Attributes:
+        fatal: no execution that may still finish holds one: all are quarantined.
+    """
+
+    def __init__(self, message: str, *, fatal: bool) -> None:
+        super().__init__(message)
+        self.fatal = fatal
+
+
+class CaptureError(RuntimeError):
+    """A graph asks for what a capture or a replay cannot have."""
+
+
+class StillLeased(RuntimeError):
+    """The arena is to be closed or reset while work may still touch it. Nothing was changed."""
+
+
+class ArenaClosed(RuntimeError):
+    """A slot is asked for after the arena was closed."""
 
 
 class Settlement(enum.Enum):
@@ -35,6 +64,9 @@ class Settlement(enum.Enum):
     RELEASED = "released"
     ALREADY_RELEASED = "already released"
     NOT_QUIESCED = "not quiesced"
+    STALE_GENERATION = "stale generation"
+    IN_DOUBT = "in doubt"
+    NOT_FOUND = "not found"
 
 
 @dataclass
@@ -46,12 +78,14 @@ class ArenaCounters:
         handed_on: slots taken over while their fence was pending: too few slots for the overlap.
         records: events recorded.
         waits: stream waits queued. Host waits are the staging ring's (`staging.py`).
+        quarantined: leases that nobody can prove to be over.
     """
 
     leases: int = 0
     handed_on: int = 0
     records: int = 0
     waits: int = 0
+    quarantined: int = 0
 
 
 @dataclass(eq=False)
@@ -62,13 +96,21 @@ class Slot(Generic[S]):
         index: its place in every array that belongs to slots.
         lease: who holds it; None between leases.
         last: the last lease that touched it, behind which it is free; None if nobody did yet.
-        sealed_at: sequence number of the last seal.
+        sealed: sequence number of the seal of `last`.
+        sealed_at: when that was, in seconds of the arena's clock.
+        quarantined: never to be leased again.
+        touch_events: ordering within a lease, by stream. See `fence.py`.
+        fence_events: the same for fences.
     """
 
     index: SlotIndex
     lease: Lease[S] | None = None
     last: Lease[S] | None = None
-    sealed_at: int = 0
+    sealed: int = 0
+    sealed_at: float = 0.0
+    quarantined: bool = False
+    touch_events: dict[StreamId, OrderedEvent[S]] = field(default_factory=dict)
+    fence_events: dict[StreamId, OrderedEvent[S]] = field(default_factory=dict)
 
 
 class WorkspaceArena(Generic[S]):
@@ -77,56 +119,354 @@ class WorkspaceArena(Generic[S]):
     Args:
         device: makes events and names streams.
         slots: executions that may be in flight at once.
+        graphs: one graph slot each, with the keys of the graphs that use it; such graphs must not overlap.
         ordered: False queues no wait at all. Only for negative controls, which must then find corruption.
+        fence_timeout_s: a fence that has not passed for so long after its seal is not waited for any more.
+        clock: seconds, monotonic.
+        trace: where to note what was ordered; None for nowhere.
+
+    Attributes:
+        slots: all of them, those of graphs last.
+        epoch: counts resets; a lease or a graph of an earlier one is stale.
+        lock: held while anything is decided or queued.
     """
 
-    def __init__(self, device: Device[S], slots: int, *, ordered: bool = True) -> None:
+    def __init__(
+        self,
+        device: Device[S],
+        slots: int,
+        *,
+        graphs: Sequence[Iterable[Hashable]] = (),
+        ordered: bool = True,
+        fence_timeout_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+        trace: Trace | None = None,
+    ) -> None:
         if slots < 1:
             raise ValueError(f"an arena needs at least one slot, got {slots}")
+        if fence_timeout_s <= 0:
+            raise ValueError(f"fence_timeout_s must be above 0, got {fence_timeout_s}")
         self.device = device
         self.ordered = ordered
-        self.events = EventPool(device)
+        self.fence_timeout_s = fence_timeout_s
+        self.trace = trace
+        self.events = EventSource(device, trace)
         self.counters = ArenaCounters()
         self.lock = threading.RLock()
-        self.slots = tuple(Slot[S](SlotIndex(index)) for index in range(slots))
+        self.epoch = 0
+        self.closed = False
+        self.slots = tuple(Slot[S](SlotIndex(index)) for index in range(slots + len(graphs)))
+        self._eager = self.slots[:slots]
+        self._graphs: dict[Hashable, Slot[S]] = {}
+        for slot, keys in zip(self.slots[slots:], graphs, strict=True):
+            for key in keys:
+                if key in self._graphs:
+                    raise ValueError(f"graph key {key!r} is assigned to two slots")
+                self._graphs[key] = slot
+        self._captured: dict[Hashable, Lease[S]] = {}  # strong: a graph needs its events as long as it may be replayed
+        self._clock = clock
         self._seals = 0
+        self._newest = Generation(0)
 
     def acquire(self, execution: ExecutionId) -> Lease[S]:
         """Lease a slot. Never waits on the host.
 
         Raises:
             Exhausted: no slot is sealed or unused.
+            CaptureError: a graph is being captured, and this would query events; see `capture`.
+            ArenaClosed: the arena was closed.
         """
         with self.lock:
-            free = [slot for slot in self.slots if slot.lease is None]
-            passed = [slot for slot in free if slot.last is not None and slot.last.over()]
-            unused = [slot for slot in free if slot.last is None]
-            pending = [slot for slot in free if slot.last is not None and slot.last.can_be_waited_for()]
-            candidates = passed or unused or sorted(pending, key=lambda slot: slot.sealed_at)
-            if not candidates:
-                holders = "; ".join(str(slot.lease.execution) for slot in self.slots if slot.lease)
-                raise Exhausted(
-                    f"{execution} wants a workspace slot, all {len(self.slots)} are held, or behind what is held, by: "
-                    f"{holders}. Finish executions, or configure more slots"
+            self._admit(execution)
+            unused: Slot[S] | None = None
+            pending: Slot[S] | None = None
+            for slot in self._eager:
+                if slot.lease is not None or slot.quarantined:
+                    continue
+                last = slot.last
+                if last is None:
+                    unused = unused or slot
+                elif last.over():
+                    return self._lease(slot, execution)
+                elif (
+                    not self._timed_out(slot)
+                    and last.can_be_waited_for()
+                    and (pending is None or slot.sealed < pending.sealed)
+                ):
+                    pending = slot
+            if unused is not None:
+                return self._lease(unused, execution)
+            if pending is None:
+                raise self._exhausted(execution, self._eager)
+            self.counters.handed_on += 1
+            return self._lease(pending, execution)
+
+    def capture(self, key: Hashable, execution: ExecutionId) -> Lease[S]:
+        """Lease the slot of a graph for its capture, and seal it within; its touches order captured work among itself.
+
+        Queues nothing outside the capture and queries nothing, and until the seal nobody else may acquire.
+
+        Raises:
+            CaptureError: no slot was assigned to `key`, or an execution is open.
+            Exhausted: the slot is quarantined.
+            ArenaClosed: the arena was closed.
+        """
+        with self.lock:
+            slot = self._graph_slot(key, execution)
+            if self.closed:
+                raise ArenaClosed(f"{execution} wants a workspace slot after the arena was closed")
+            if execution.kind is not ExecutionKind.CAPTURE:
+                raise ValueError(f"a capture has an execution of kind capture, got {execution}")
+            if slot.quarantined:
+                raise self._exhausted(execution, (slot,))
+            if held := [slot.lease for slot in self.slots if slot.lease is not None]:
+                raise CaptureError(
+                    f"{execution} is to be captured while executions are open: {held}. Capture one graph at a time, "
+                    f"with nothing else going on: what others queue meanwhile would end up in the graph, or break it"
                 )
-            slot = candidates[0]
-            self.counters.leases += 1
-            self.counters.handed_on += not (passed or unused)
-            slot.lease = Lease(self, slot, execution, slot.last)
-            return slot.lease
+            self._captured.pop(key, None)
+            self.events.captures += 1
+            lease = self._lease(slot, execution, captured=True)
+            self._captured[key] = lease
+            return lease
 
-    def seal(self, slot: Slot[S], lease: Lease[S] | None) -> None:
-        """Called by the lease: the slot is free behind `lease`; None if it touched nothing, then behind what it was."""
-        with self.lock:
-            self._seals += 1
-            slot.lease = None
-            slot.sealed_at = self._seals
-            if lease is not None:
-                slot.last = lease
+    def replay(self, key: Hashable, execution: ExecutionId) -> Lease[S]:
+        """Lease the slot of a captured graph, to replay it: touch the whole slot, queue the replay, seal.
 
-    def settle(self, lease: Lease[S]) -> Settlement:
-        """Ask whether a lease is over. Never waits."""
+        Raises:
+            CaptureError: nothing was captured under `key`, or the arena was reset since: the graph would write to
+                addresses that are no longer the slot's.
+            Exhausted: the slot is held, or quarantined.
+            ArenaClosed: the arena was closed.
+        """
         with self.lock:
-            if lease.state is LeaseState.SETTLED:
-                return Settlement.ALREADY_RELEASED
-            return Settlement.RELEASED if lease.over() else Settlement.NOT_QUIESCED
+            slot = self._graph_slot(key, execution)
+            captured = self._captured.get(key)
+            if captured is None or captured.epoch != self.epoch or captured.state is not LeaseState.SETTLED:
+                state = "was never captured" if captured is None else f"belongs to {captured!r} of another epoch"
+                raise CaptureError(f"{execution} replays graph {key!r}, which {state}; capture it (again) first")
+            self._admit(execution)
+            last = slot.last
+            if slot.lease is not None or slot.quarantined:
+                raise self._exhausted(execution, (slot,))
+            if last is not None and not last.over():
+                if self._timed_out(slot) or not last.can_be_waited_for():
+                    raise self._exhausted(execution, (slot,))
+                self.counters.handed_on += 1
+            return self._lease(slot, execution)
+
+    def seal(self, lease: Lease[S], whole: bool) -> None:
+        """Called by the lease: its slot is free behind it; where a whole one touched nothing, behind what it was."""
+        slot = lease.slot
+        self._seals += 1
+        if self.trace is not None:
+            self.trace.add("seal", lease.number, whole)
+        slot.lease = None
+        if lease.fence is not None or not whole:
+            slot.last = lease
+            slot.sealed = self._seals
+            slot.sealed_at = self._clock()
+
+    def end_capture(self, lease: Lease[S], whole: bool) -> None:
+        """Called by the lease: the capture is over. Nothing has run, so the slot stays behind what it was."""
+        if self.trace is not None:
+            self.trace.add("seal", lease.number, whole)
+        lease.state = LeaseState.SETTLED
+        lease.slot.lease = None
+        self.events.captures -= 1
+        if not whole:
+            self._captured = {key: held for key, held in self._captured.items() if held is not lease}
+
+    def settle(self, lease: Lease[S] | ExecutionId) -> Settlement:
+        """Ask whether a lease is over, and release it if so. Never waits, and never changes another lease.
+
+        Args:
+            lease: the lease, or the identity of its execution.
+        """
+        with self.lock:
+            found = self._find(lease) if isinstance(lease, ExecutionId) else lease
+            if isinstance(found, Settlement):
+                return found
+            outcome = self._settle(found)
+            if self.trace is not None:
+                self.trace.add("settle", found.number, outcome._value_)
+            return outcome
+
+    def quarantine(self, lease: Lease[S], why: str) -> None:
+        """Give a lease up: nobody can prove that its work is over.
+
+        Its slot is never leased again, its requests' tails are void, their seats are never taken. Does nothing for a
+        lease that is over, or quarantined already.
+        """
+        with self.lock:
+            if lease.state in (LeaseState.SETTLED, LeaseState.QUARANTINED):
+                return
+            slot = lease.slot
+            if lease.captured:
+                self.end_capture(lease, whole=False)
+            lease.state = LeaseState.QUARANTINED
+            if slot.lease is lease:
+                slot.lease, slot.last = None, lease
+            # Otherwise a later lease has left the slot: it is behind that one, which waited for this and has a fence.
+            slot.quarantined |= slot.last is lease
+            self.counters.quarantined += 1
+            if self.trace is not None:
+                self.trace.add("quarantine", lease.number, why)
+            if lease.void is not None:
+                lease.void(f"{lease.execution} is in doubt: {why}")
+
+    def watch(self) -> tuple[Lease[S], ...]:
+        """Look for fences that do not pass: quarantine those that are too old. Never waits; call it now and then.
+
+        Returns:
+            Leases in doubt: not quarantined themselves, but a stream of theirs waits for a quarantined one.
+        """
+        with self.lock:
+            if self.events.mute():
+                return ()
+            for slot in self.slots:
+                if slot.last is not None and not slot.last.over():
+                    self._timed_out(slot)
+            return tuple(
+                lease
+                for slot in self.slots
+                for lease in (slot.last, slot.lease)
+                if lease is not None and not lease.over() and self._in_doubt(lease)
+            )
+
+    def live(self) -> tuple[Lease[S], ...]:
+        """Leases that may still touch their slots, quarantined ones included."""
+        with self.lock:
+            held = [lease for slot in self.slots for lease in (slot.last, slot.lease) if lease is not None]
+            return tuple(lease for lease in held if not lease.over())
+
+    def drain(self, timeout_s: float, *, pause_s: float = 0.001) -> tuple[Lease[S], ...]:
+        """Wait on the host until every sealed lease is over; quarantine those that are not in time. For shutdown only.
+
+        Returns:
+            What is still live: open and quarantined leases.
+        """
+        deadline = self._clock() + timeout_s
+        while waiting := [lease for lease in self.live() if lease.state is LeaseState.SEALED]:
+            if self._clock() >= deadline:
+                for lease in waiting:
+                    self.quarantine(lease, f"not over {timeout_s} s after the arena was to be drained")
+                break
+            time.sleep(pause_s)
+        return self.live()
+
+    def close(self) -> tuple[Lease[S], ...]:
+        """Lease nothing any more. The memory of the slots may be freed, but for those of the leases returned.
+
+        Returns:
+            Quarantined leases: the device may touch their slots and pages at any time, so they must never be freed.
+
+        Raises:
+            StillLeased: an execution is open, or its work may still run. Nothing was changed; see `drain`.
+        """
+        with self.lock:
+            live = self.live()
+            self._refuse("close", [lease for lease in live if lease.state is not LeaseState.QUARANTINED])
+            self.closed = True
+            if self.trace is not None:
+                self.trace.add("close")
+            return live
+
+    def reset(self) -> None:
+        """The slots' memory is to be replaced: forget all leases, and make every captured graph stale.
+
+        Raises:
+            StillLeased: a lease is not over, or quarantined: its memory must not be replaced. Nothing was changed.
+        """
+        with self.lock:
+            self._refuse("reset", self.live())
+            self.epoch += 1
+            self._captured.clear()
+            for slot in self.slots:
+                slot.last = None
+            if self.trace is not None:
+                self.trace.add("reset")
+
+    def _admit(self, execution: ExecutionId) -> None:
+        """Refuse what must not even look at the slots."""
+        if self.closed:
+            raise ArenaClosed(f"{execution} wants a workspace slot after the arena was closed")
+        if self.events.mute():
+            raise CaptureError(
+                f"{execution} wants a workspace slot while a graph is captured, and none was assigned to it; "
+                f"name the graph's key at start-up and call capture() (assigned: {[*self._graphs]})"
+            )
+        for slot in self.slots:
+            if slot.lease is not None and slot.lease.execution == execution:
+                raise ValueError(f"{execution} holds slot {slot.index} already; an execution has one lease")
+
+    def _lease(self, slot: Slot[S], execution: ExecutionId, *, captured: bool = False) -> Lease[S]:
+        self.counters.leases += 1
+        if execution.generation > self._newest:
+            self._newest = execution.generation
+        slot.lease = Lease(self, slot, execution, self.counters.leases, slot.last, captured)
+        if self.trace is not None:
+            self.trace.add("acquire", self.counters.leases, slot.index, execution, execution.kind._value_)
+        return slot.lease
+
+    def _graph_slot(self, key: Hashable, execution: ExecutionId) -> Slot[S]:
+        if key not in self._graphs:
+            raise CaptureError(
+                f"{execution} wants the slot of graph {key!r}, and none was assigned to it at start-up "
+                f"(assigned: {[*self._graphs]}); name it there, or run this batch size without a graph"
+            )
+        return self._graphs[key]
+
+    def _timed_out(self, slot: Slot[S]) -> bool:
+        """Whether a slot's pending fence is too old; quarantines it then."""
+        age = self._clock() - slot.sealed_at
+        if age <= self.fence_timeout_s or slot.lease is not None or slot.last is None:
+            return False
+        self.quarantine(
+            slot.last, f"its fence has not passed {age:.3g} s after its seal (limit {self.fence_timeout_s})"
+        )
+        return True
+
+    def _find(self, execution: ExecutionId) -> Lease[S] | Settlement:
+        for slot in self.slots:
+            for lease in (slot.lease, slot.last):
+                if lease is not None and lease.execution == execution:
+                    return lease
+        known = execution.generation <= self._newest
+        return Settlement.STALE_GENERATION if known else Settlement.NOT_FOUND
+
+    def _settle(self, lease: Lease[S]) -> Settlement:
+        if lease.arena is not self:
+            return Settlement.NOT_FOUND
+        if lease.epoch != self.epoch:
+            return Settlement.STALE_GENERATION
+        if lease.state is LeaseState.SETTLED:
+            return Settlement.ALREADY_RELEASED
+        if lease.over():
+            return Settlement.RELEASED
+        return Settlement.IN_DOUBT if self._in_doubt(lease) else Settlement.NOT_QUIESCED
+
+    def _in_doubt(self, lease: Lease[S]) -> bool:
+        """Whether a lease is quarantined, or waits, directly or not, for one that is."""
+        if lease.state is LeaseState.QUARANTINED:
+            return True
+        lost = (slot.last for slot in self.slots if slot.quarantined and slot.last is not None)
+        return any(lease.follows.get(other.slot.index, 0) >= other.number for other in lost)
+
+    def _exhausted(self, execution: ExecutionId, slots: Sequence[Slot[S]]) -> Exhausted:
+        holders = "; ".join(str(slot.lease.execution) for slot in slots if slot.lease)
+        lost = [slot for slot in slots if slot.quarantined]
+        message = (
+            f"{execution} wants a workspace slot, all {len(slots)} are held, or behind what is held, by: {holders}"
+        )
+        if lost:
+            names = "; ".join(repr(slot.last) for slot in lost)
+            message += f". {len(lost)} are quarantined for ever, nobody can prove that these are over: {names}"
+        if lost and not holders:
+            return Exhausted(f"{message}. The worker cannot go on; restart it", fatal=True)
+        return Exhausted(f"{message}. Finish executions, or configure more slots", fatal=False)
+
+    def _refuse(self, what: str, live: Sequence[Lease[S]]) -> None:
+        if live:
+            held = "; ".join(map(repr, live))
+            raise StillLeased(f"the arena cannot {what}: {len(live)} leases may still touch it: {held}. Drain it first")

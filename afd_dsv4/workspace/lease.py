@@ -8,23 +8,28 @@ Way: every launch, copy or scatter says `touch(stream, reads, writes)` before it
 an earlier one on another stream makes its stream wait for an event recorded behind that one; on one stream it costs
 nothing. The event is recorded when the conflict shows, not with every touch: it then lies later than it must, never
 earlier, and an execution on one stream records exactly one event, at its end.
-Not here: which slot is leased, and when it may be handed on (`arena.py`).
+
+A lease is acquired, then sealed with a fence, then settled once the fence has passed; or quarantined, for ever, when
+nobody can prove that its work is over. Not here: which slot is leased, and when it may be handed on (`arena.py`).
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from afd_dsv4.device.api import StreamId
-from afd_dsv4.workspace.fence import Fence
+from afd_dsv4.workspace.fence import Fence, OrderedEvent
 from afd_dsv4.workspace.identity import ExecutionId
 
 if TYPE_CHECKING:
     from afd_dsv4.workspace.arena import Slot, WorkspaceArena
 
 S = TypeVar("S")
+
+#: As a part: all of the slot. As a step: all of the execution's launches, queued as one (a graph replay).
+WHOLE = "*"
 
 
 class LeaseState(enum.Enum):
@@ -33,6 +38,7 @@ class LeaseState(enum.Enum):
     ACQUIRED = "acquired"
     SEALED = "sealed"
     SETTLED = "settled"
+    QUARANTINED = "quarantined"
 
 
 class OrderError(RuntimeError):
@@ -40,28 +46,69 @@ class OrderError(RuntimeError):
 
 
 class Lease(Generic[S]):
-    """Made by `WorkspaceArena.acquire` only.
+    """Made by `WorkspaceArena` only.
 
     Args:
         arena: whose slot it is.
         slot: the slot.
         execution: who holds it.
+        number: counts the arena's leases.
         behind: the slot's last lease that touched it, or None.
+        captured: its touches are recorded into a graph and run at replays only.
     """
+
+    __slots__ = (
+        "_after",
+        "_behind",
+        "_completed",
+        "_continues",
+        "_count",
+        "_fenced",
+        "_readers",
+        "_seen",
+        "_steps",
+        "_streams",
+        "_undominated",
+        "_whole",
+        "_writer",
+        "arena",
+        "broken",
+        "captured",
+        "epoch",
+        "execution",
+        "fence",
+        "follows",
+        "number",
+        "slot",
+        "state",
+        "touch_events",
+        "void",
+    )
 
     def __init__(
         self,
         arena: WorkspaceArena[S],
         slot: Slot[S],
         execution: ExecutionId,
+        number: int,
         behind: Lease[S] | None,
+        captured: bool = False,
     ) -> None:
         self.slot = slot
         self.execution = execution
+        self.number = number
+        self.epoch = arena.epoch
         self.state = LeaseState.ACQUIRED
+        self.captured = captured
+        self.broken = False  # sealed without all of its launches
         self.fence: Fence[S] | None = None
-        self._arena = arena
+        #: By slot, the latest lease that a stream of this one waits for, directly or not.
+        self.follows: dict[int, int] = {}
+        # A captured event belongs to its graph: another capture must not record it again.
+        self.touch_events: dict[StreamId, OrderedEvent[S]] = {} if captured else slot.touch_events
+        self.arena = arena
         self._behind = behind
+        self.void: Callable[[str], None] | None = None
         self._continues: tuple[Lease[S], ...] = ()  # had our requests before us
         self._after: tuple[Lease[S], ...] = ()  # had, for other requests, the seats that ours have now
         self._undominated: tuple[Lease[S], ...] = ()  # what our fence does not lie behind
@@ -73,26 +120,43 @@ class Lease(Generic[S]):
         self._readers: dict[Hashable, dict[StreamId, int]] = {}
         self._steps: dict[Hashable, dict[StreamId, int]] = {}
         self._completed: set[Hashable] = set()
+        self._whole = False  # a touch of all parts was made
 
-    def follow(self, *, continues: Sequence[Lease[S]] = (), after: Sequence[Lease[S]] = ()) -> None:
-        """Name what comes first; call it before the first touch.
+    def __repr__(self) -> str:
+        return f"Lease({self.number}, slot {self.slot.index}, {self.execution}, {self.state.value})"
+
+    def follow(
+        self,
+        *,
+        continues: Sequence[Lease[S]] = (),
+        after: Sequence[Lease[S]] = (),
+        seats: Sequence[int] = (),
+        void: Callable[[str], None] | None = None,
+    ) -> None:
+        """Name what comes first, and what is lost if this goes wrong; call it before the first touch.
 
         Args:
             continues: executions that had this one's requests last: each of their steps precedes the same step here.
             after: executions that had the same pages for requests that have ended: they precede everything here.
+            seats: whose pages the steps touch; for the trace.
+            void: called with the reason if the lease is quarantined: its requests' tails must not be read any more.
 
         Raises:
-            OrderError: the slot was touched already, without waiting for them; or one of `after` is still open.
+            OrderError: the slot was touched already, without waiting for them; or one of `after` is still open, or will
+                never be known to be over.
         """
-        with self._arena.lock:
+        with self.arena.lock:
             if self._streams:
                 raise OrderError(f"{self.execution} names what it follows after it has touched its slot")
             self._continues = tuple(lease for lease in dict.fromkeys(continues) if not lease.over())
             self._after = tuple(lease for lease in dict.fromkeys(after) if not lease.over())
+            self.void = void
             if still := [str(lease.execution) for lease in self._after if not lease.can_be_waited_for()]:
                 raise OrderError(
                     f"{self.execution} takes pages that may still be touched by {'; '.join(still)}; finish that first"
                 )
+            if self.arena.trace is not None:
+                self.arena.trace.note(("map", self.number, tuple(seats)))
 
     def touch(
         self,
@@ -104,6 +168,9 @@ class Lease(Generic[S]):
     ) -> None:
         """Order what is queued on `stream` next behind all it conflicts with. Call it just before queueing.
 
+        Where several threads touch, hold `arena.lock` until the work is queued: another thread may order itself behind
+        this touch as soon as it is made.
+
         Args:
             stream: where the work goes.
             reads: parts of the slot that the work reads.
@@ -112,85 +179,126 @@ class Lease(Generic[S]):
                 the same step of every execution that this one continues comes first. See `complete`.
 
         Raises:
-            OrderError: the lease is sealed, or an execution that this one continues has not completed `step`.
+            OrderError: the lease is not open, or an execution that this one continues has not completed `step`.
         """
-        with self._arena.lock:
+        arena = self.arena
+        with arena.lock:
             if self.state is not LeaseState.ACQUIRED:
                 raise OrderError(f"{self.execution} touches its slot after it was {self.state.value}")
-            me = self._arena.device.stream_id(stream)
+            me = arena.device.stream_id(stream)
             # A wait that fails must not be remembered as made: every note is taken after the queueing it speaks of.
             if me not in self._streams:
-                for lease in (self._behind, *self._after):
-                    if lease is not None:
-                        self._wait_for(lease, stream, me)
-                self._streams[me] = stream
-                self._count[me] = 0
-            if step is not None:
+                self._first_touch(stream, me)
+            if step is not None and self._continues:
                 for before in self._continues:
                     self._continue(before, step, stream, me)
-            index = self._count[me] = self._count[me] + 1
+            index = self._count[me] + 1
+            writer_of, readers_of = self._writer, self._readers
+            reads, writes = tuple(reads), tuple(writes)
+            if self._whole or WHOLE in writes or WHOLE in reads:
+                for touch in self._count.items():
+                    self._order(self, touch, stream, me)
             for part in reads:
-                self._order(self, self._writer.get(part), stream, me)
-                self._readers.setdefault(part, {})[me] = index
+                writer = writer_of.get(part)
+                if writer is not None and writer[0] != me:
+                    self._order(self, writer, stream, me)
             for part in writes:
-                self._order(self, self._writer.get(part), stream, me)
-                for reader in self._readers.get(part, {}).items():
-                    self._order(self, reader, stream, me)
-                self._readers.pop(part, None)
-                self._writer[part] = (me, index)
+                writer = writer_of.get(part)
+                if writer is not None and writer[0] != me:
+                    self._order(self, writer, stream, me)
+                readers = readers_of.get(part)
+                if readers:
+                    for reader in readers.items():
+                        self._order(self, reader, stream, me)
+            self._count[me] = index
+            for part in reads:
+                readers_of.setdefault(part, {})[me] = index
+            for part in writes:
+                readers_of.pop(part, None)
+                writer_of[part] = (me, index)
             if step is not None:
                 self._steps.setdefault(step, {})[me] = index
+            self._whole = self._whole or WHOLE in writes or WHOLE in reads
+            if arena.trace is not None:
+                arena.trace.note(("touch", self.number, self.slot.index, me, reads, writes, step))
 
     def complete(self, step: Hashable) -> None:
         """All launches of `step` are queued; prefill and decode may be two. Call it once they are, not before."""
-        with self._arena.lock:
+        with self.arena.lock:
             if step not in self._steps:
                 raise OrderError(f"{self.execution} completes {step} without having touched its slot for it")
             self._completed.add(step)
 
     def over(self) -> bool:
         """Whether nothing that this lease covered can still run. Never waits; once true, stays true."""
-        with self._arena.lock:
-            if self.state is LeaseState.SETTLED:
-                return True
-            if self.state is LeaseState.ACQUIRED or (self.fence is not None and not self.fence.passed()):
+        if self.state is LeaseState.SETTLED:
+            return True
+        with self.arena.lock:
+            if self.state is not LeaseState.SEALED or self.arena.events.mute():
+                return False
+            try:
+                if self.fence is not None and not self.fence.passed():
+                    return False
+            except Exception as error:  # the device cannot say: it will not be asked again, nor be believed
+                self.arena.quarantine(self, f"its fence cannot be queried: {error}")
                 return False
             self._undominated = tuple(lease for lease in self._undominated if not lease.over())
             if self._undominated:
                 return False
             self.state = LeaseState.SETTLED
+            self.void = None
             return True
 
     def can_be_waited_for(self) -> bool:
-        """Whether all that this lease covers has been queued, so that a stream can wait for it."""
-        return self.state is not LeaseState.ACQUIRED and all(lease.can_be_waited_for() for lease in self._undominated)
+        """Whether all that this lease covers has been queued and fenced, so that a stream can wait for it."""
+        if self.state is LeaseState.SEALED:
+            return all(lease.can_be_waited_for() for lease in self._undominated)
+        return self.state is LeaseState.SETTLED
 
-    def _order(self, lease: Lease[S], touch: tuple[StreamId, int] | None, stream: S, me: StreamId) -> None:
+    def _first_touch(self, stream: S, me: StreamId) -> None:
+        """Make `stream` wait for all that had the slot and the seats before; a capture queues nothing, so not there."""
+        if not self.captured:
+            for lease in (self._behind, *self._after):
+                if lease is not None and lease.state is not LeaseState.SETTLED:
+                    self._wait_for(lease, stream, me)
+        self._streams[me] = stream
+        self._count[me] = 0
+
+    def _order(self, lease: Lease[S], touch: tuple[StreamId, int], stream: S, me: StreamId) -> None:
         """Make `stream` wait for one touch of `lease`, unless it does already."""
-        if touch is None or touch[0] == me:
-            return
         other, index = touch
-        key = (me, id(lease), other)
+        if other == me:
+            return
+        key = (me, lease.number, other)
         if self._seen.get(key, 0) >= index:
             return
-        if self._arena.ordered:
-            event = self._arena.events.record(lease._streams[other])
-            event.wait(stream)
-            self._arena.events.give_back(event)
-            self._arena.counters.records += 1
-            self._arena.counters.waits += 1
+        if self.arena.ordered:
+            event = lease.touch_events.get(other)
+            if event is None:
+                event = lease.touch_events[other] = self.arena.events.new()
+            event.record(lease._streams[other], other)
+            event.wait(stream, me)
+            self.arena.counters.records += 1
+            self.arena.counters.waits += 1
         self._seen[key] = lease._count[other]
+        if lease is not self:
+            self._note(lease)
 
     def _continue(self, before: Lease[S], step: Hashable, stream: S, me: StreamId) -> None:
         """Make `stream` wait for the same step of an execution that had one of our requests before us."""
-        if step not in before._completed:
-            state = "did" if before.state is LeaseState.ACQUIRED else "did, which ended without it"
+        if before.state is LeaseState.QUARANTINED:
+            raise OrderError(f"{self.execution} continues {before.execution}, which is in doubt; end its requests")
+        done = step if step in before._completed else WHOLE
+        ended = before.state is not LeaseState.ACQUIRED
+        # A graph replays all steps at once: it can follow what is queued completely, and nothing less.
+        if not (done in before._completed or (step == WHOLE and ended and not before.broken)):
+            state = "did, which ended without it" if ended else "did"
             raise OrderError(
                 f"{self.execution} launches {step} before {before.execution} {state}, and continues its rows; "
                 f"launch each layer of the earlier execution first, and end its requests if it broke off"
             )
         if before.state is LeaseState.ACQUIRED:
-            for launch in before._steps[step].items():
+            for launch in before._steps[done].items():
                 self._order(before, launch, stream, me)
         else:
             # What the step itself followed, it waited for: the fence is enough even if the execution broke off later.
@@ -198,44 +306,68 @@ class Lease(Generic[S]):
 
     def _wait_fence(self, lease: Lease[S], stream: S, me: StreamId) -> None:
         """Make `stream` wait for what a sealed lease queued, once."""
-        if (me, id(lease)) in self._fenced:
+        if (me, lease.number) in self._fenced:
             return
-        if lease.fence is not None and self._arena.ordered:
-            self._arena.counters.waits += lease.fence.wait(stream, me)
-        self._fenced.add((me, id(lease)))
+        if lease.fence is not None and self.arena.ordered:
+            self.arena.counters.waits += lease.fence.wait(stream, me)
+        self._fenced.add((me, lease.number))
+        self._note(lease)
 
     def _wait_for(self, lease: Lease[S], stream: S, me: StreamId) -> None:
         """Make `stream` wait for all that a lease covers."""
         if not lease.can_be_waited_for():
-            raise OrderError(f"{self.execution} must wait for {lease.execution}, which is still open; finish it first")
+            raise OrderError(f"{self.execution} must wait for {lease!r}; finish it first, or take another slot")
         self._wait_fence(lease, stream, me)
         for other in lease._undominated:
             self._wait_for(other, stream, me)
 
+    def _note(self, lease: Lease[S]) -> None:
+        """Remember that this lease waits for `lease` and for all that it waits for."""
+        for slot, number in ((lease.slot.index, lease.number), *lease.follows.items()):
+            if self.follows.get(slot, 0) < number:
+                self.follows[slot] = number
+
     def seal(self, *, whole: bool = True) -> None:
         """No more launches: record the fence, one event per touched stream. Put it in a `finally`.
 
-        A whole lease that touched nothing records nothing, and its slot stays behind the lease it was behind.
+        A whole lease that touched nothing records nothing, and its slot stays behind the lease it was behind. If an
+        event cannot be recorded, nobody will know when the slot is free: the lease is quarantined, and the error
+        goes on.
 
         Args:
             whole: every planned launch was queued. Otherwise pages changed owner without a launch that waited for what
                 this lease followed, so whoever waits for this lease must wait for that, too.
 
         Raises:
-            OrderError: sealed before.
+            OrderError: sealed before, or quarantined.
         """
-        with self._arena.lock:
+        arena = self.arena
+        with arena.lock:
             if self.state is not LeaseState.ACQUIRED:
-                raise OrderError(f"{self.execution} is sealed twice")
-            events = {owner: self._arena.events.record(stream) for owner, stream in self._streams.items()}
-            self._arena.counters.records += len(events)
-            if events:
-                self.fence = Fence(events, self._arena.events)
+                raise OrderError(f"{self.execution} is sealed after it was {self.state.value}")
+            if self.captured:
+                arena.end_capture(self, whole)
+                return
+            if self._streams:
+                events = {}
+                try:
+                    for stream_id, stream in self._streams.items():
+                        event = self.slot.fence_events.get(stream_id)
+                        if event is None:
+                            event = self.slot.fence_events[stream_id] = arena.events.new()
+                        event.record(stream, stream_id)
+                        events[stream_id] = event
+                except BaseException as error:
+                    arena.quarantine(self, f"its fence could not be recorded: {error}")
+                    raise
+                arena.counters.records += len(events)
+                self.fence = Fence(events)
+            self.broken = not whole
             if not whole:
                 behind = () if self._behind is None else (self._behind,)
                 self._undominated = (*behind, *self._continues, *self._after)
             self.state = LeaseState.SEALED
-            self._arena.seal(self.slot, self if events or not whole else None)
+            arena.seal(self, whole)
             # A whole lease's fence lies behind all that it waited for: nobody needs the chain any more.
             self._continues = self._after = ()
             self._behind = None

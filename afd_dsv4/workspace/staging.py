@@ -13,42 +13,70 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from afd_dsv4.device.api import Device, Event
+from afd_dsv4.workspace.fence import EventError, EventSource, OrderedEvent
 
 S = TypeVar("S")
 B = TypeVar("B")
+
+
+class StagingLost(RuntimeError):
+    """No entry is left whose copies are known to be over."""
 
 
 class StagingRing(Generic[S, B]):
     """Buffers used in turn.
 
     Args:
-        device: makes the events.
+        events: makes the events, one per buffer.
         buffers: the pinned buffers, one more than batches in flight.
+
+    Attributes:
+        host_waits: how often the host had to wait for a copy.
+        out: entries taken and not returned: nobody can tell when their copies are over, so they are not used again.
     """
 
-    def __init__(self, device: Device[S], buffers: Sequence[B]) -> None:
+    def __init__(self, events: EventSource[S], buffers: Sequence[B]) -> None:
         if not buffers:
             raise ValueError("a staging ring needs at least one buffer")
-        self._device = device
+        self._source = events
         self.entries = tuple(buffers)
-        self._copied: list[Event[S] | None] = [None] * len(buffers)
+        self._copied: list[OrderedEvent[S] | None] = [None] * len(buffers)
         self._next = 0
         self.host_waits = 0
+        self.out: set[int] = set()
 
     def take(self) -> tuple[int, B]:
-        """The next entry and its number; waits on the host if its last copy is still queued."""
-        index = self._next
-        self._next = (index + 1) % len(self.entries)
+        """The next entry and its number; waits on the host if its last copy is still queued. Return it with `copied`.
+
+        Raises:
+            StagingLost: every entry was taken and none returned.
+            EventError: a graph is being captured.
+        """
+        if self._source.mute():
+            raise EventError("a staging entry is taken while a graph is captured, which may not ask whether it is free")
+        inside = [i % len(self.entries) for i in range(self._next, self._next + len(self.entries))]
+        index = next((i for i in inside if i not in self.out), None)
+        if index is None:
+            raise StagingLost(
+                f"all {len(self.entries)} staging entries were taken and not returned: their copies failed, or may "
+                f"still be queued. The worker cannot go on; restart it"
+            )
         event = self._copied[index]
-        if event is not None and not event.query():
+        if event is not None and not event.passed():
             self.host_waits += 1
             event.synchronize()
+        self._next = (index + 1) % len(self.entries)
+        self.out.add(index)
+        if self._source.trace is not None:
+            self._source.trace.note(("rewrite", index))
         return index, self.entries[index]
 
     def copied(self, index: int, stream: S) -> None:
-        """All copies from this entry are queued on `stream`."""
-        event = self._copied[index]
-        if event is None:
-            event = self._copied[index] = self._device.event()
-        event.record(stream)
+        """Return an entry: its copies, all, some or none, are queued on `stream`, which alone has any."""
+        event = self._copied[index] or self._source.new()
+        stream_id = self._source.device.stream_id(stream)
+        if self._source.trace is not None:
+            self._source.trace.note(("copy", index, stream_id))
+        event.record(stream, stream_id)
+        self._copied[index] = event
+        self.out.discard(index)

@@ -28,6 +28,7 @@ from afd_dsv4.geometry import CompressorKind, ModelGeometry, page_layout
 from afd_dsv4.tail.store import TailFull, TailVoid, UnknownPosition
 from afd_dsv4.tail.tables import RequestChunk, RequestId
 from afd_dsv4.workspace.arena import Exhausted
+from afd_dsv4.workspace.fence import EventSource
 from afd_dsv4.workspace.lease import OrderError
 from afd_dsv4.workspace.sizing import size_workspace
 from afd_dsv4.workspace.staging import StagingRing
@@ -428,10 +429,10 @@ def test_a_refused_last_launch_voids_the_tail_like_any_other() -> None:
 
 def test_an_upload_that_fails_voids_the_tails_that_were_planned() -> None:
     class Broken(StockRuntime):
-        def _upload(self, lease, lists, staged):
+        def _upload(self, lease, lists, host, stream):
             if self.arena.counters.leases == 2:
                 raise MemoryError("no pinned memory")
-            super()._upload(lease, lists, staged)
+            super()._upload(lease, lists, host, stream)
 
     world = World(12, cls=Broken)
     requests = {"a": world.request()}
@@ -496,7 +497,7 @@ def test_the_one_host_wait_does_not_keep_other_threads_from_launching() -> None:
             other.join()
             return super().take()
 
-    runtime.staging = Watched(runtime.device, runtime.staging.entries)
+    runtime.staging = Watched(runtime.arena.events, runtime.staging.entries)
     world.forward({"a": world.request()}, [RequestChunk(RequestId("a"), 0, 9)])
     assert free == [True]
 
@@ -554,7 +555,7 @@ def staged(entries: int, *, ordered: bool) -> tuple[list[int], int]:
     device = TorchDevice("npu")
     buffers = [torch.zeros(1, dtype=torch.int32).pin_memory() for _ in range(entries)]
     arrived = torch.zeros(8, dtype=torch.int32, device="npu")
-    ring: StagingRing = StagingRing(device, buffers)
+    ring: StagingRing = StagingRing(EventSource(device), buffers)
     torch.npu.synchronize()
     runtime.set_copy_delay_us(50_000)
     try:

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
-"""The command `afd-dsv4`: `plan` says what a prompt needs, `evidence` runs the demonstration.
+"""The command `afd-dsv4`: `plan` says what a prompt needs, `evidence` runs the demonstration, `trace` judges a run.
 
 Problem: whether a long prompt will ever start is decided by numbers spread over two code bases, and asking a server
 costs a model load.
-Way: `plan` is arithmetic only; it imports neither torch nor vLLM and answers at once. Whatever is wrong with the input,
-or with the place that the answer goes to, becomes one line on stderr (what, found, remedy) and exit status 2. A reader
-that has left (`| head`) is nobody's mistake: the command ends silently with the status that SIGPIPE would give.
-Not here: the arithmetic (`admission.py`, `workspace/sizing.py`) and the run itself (`evidence/run.py`), which is
-imported only when it is asked for.
+Way: `plan` is arithmetic only, `trace` reads one file; neither imports torch or vLLM, so both answer at once. Whatever
+is wrong with the input, or with the place that the answer goes to, becomes one line on stderr (what, found, remedy) and
+exit status 2. A reader that has left (`| head`) is nobody's mistake: the command ends silently with the status that
+SIGPIPE would give.
+Not here: the arithmetic (`admission.py`, `workspace/sizing.py`), the judgement (`workspace/order.py`), and the run
+(`evidence/run.py`), which is imported only when it is asked for.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import stat
@@ -36,9 +38,13 @@ from afd_dsv4.geometry import (
     page_layout,
     preset,
 )
+from afd_dsv4.workspace.chrome import chrome
+from afd_dsv4.workspace.order import Report, check
 from afd_dsv4.workspace.sizing import WorkspaceSizes, size_workspace
+from afd_dsv4.workspace.trace import Recorded, TraceError, load
 
 MIB = 1 << 20
+EXIT_VIOLATIONS = 1
 EXIT_BAD_INPUT = 2
 EXIT_READER_LEFT = 141  # what a shell reports for a command that SIGPIPE ended
 EVIDENCE_TOKENS = (1024, 131072)  # below, no request can be cut behind its first window; above, nothing was measured
@@ -58,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 2 for bad input, or what the evidence run returns.
+    """Run the command and return its exit status: 0, 1 for violations, 2 for bad input, or that of the evidence run.
 
     Raises:
         SystemExit: 0 after `--help` and `--version`, 141 when the reader of the output has left.
@@ -72,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from afd_dsv4.evidence.run import main as evidence  # heavy: torch and, mostly, a whole software NPU
 
             return evidence(options)
-        return _plan(options)
+        return _trace(options) if options.command == "trace" else _plan(options)
     except InputError as error:
         _complain(error)
         return EXIT_BAD_INPUT
@@ -125,7 +131,7 @@ def _discard(stream: TextIO) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="afd-dsv4", description="Bounded compressor state for DeepSeek-V4 on Ascend.")
     parser.add_argument("--version", action="version", version=f"afd-dsv4 {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{plan,evidence}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{plan,evidence,trace}")
 
     plan = commands.add_parser(
         "plan",
@@ -167,6 +173,25 @@ def _parser() -> argparse.ArgumentParser:
     evidence.add_argument(
         "--out", type=Path, default=Path("build/evidence"), metavar="DIR", help="default build/evidence"
     )
+
+    trace = commands.add_parser("trace", help="judge or draw a trace of the workspace arena")
+    actions = trace.add_subparsers(dest="action", required=True, metavar="{check,chrome}")
+    judge = actions.add_parser(
+        "check",
+        help="whether every reuse is ordered",
+        description="Prints every reuse of a workspace slot, of pages and of staging that nothing orders, with both of "
+        "its records, and last what was judged. Exit status 0: none; 1: some; 2: the file cannot be read.",
+    )
+    judge.add_argument("file", metavar="FILE", help="a trace that was saved")
+    judge.add_argument("--json", action="store_true", help="machine-readable answer")
+    draw = actions.add_parser(
+        "chrome",
+        help="a picture for Perfetto or chrome://tracing",
+        description="Writes the trace in the Trace Event Format: a workspace slot is a track, a lease a slice, and what "
+        "an event orders an arrow. Times are those at which the host queued the work.",
+    )
+    draw.add_argument("file", metavar="FILE", help="a trace that was saved")
+    draw.add_argument("--out", required=True, metavar="OUT", help="file to write; replaced if it exists")
     return parser
 
 
@@ -201,11 +226,52 @@ def _plan(options: argparse.Namespace) -> int:
         text = json.dumps(_as_json(options, geometry, limits, sizes, plans, answers), indent=2)
     else:
         text = _as_text(options, geometry, layout, limits, sizes, plans, answers)
+    _answer(text)
+    return 0
+
+
+def _answer(text: str) -> None:
     if sys.stdout is None:
         raise InputError("standard output", "is closed", "leave it open, the answer goes there")
     with _writing():
         _print(text, sys.stdout)
-    return 0
+
+
+def _trace(options: argparse.Namespace) -> int:
+    recorded = _recorded(options.file)
+    if options.action == "chrome":
+        try:
+            Path(options.out).write_text(json.dumps(chrome(recorded.records)), encoding="utf-8")
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            reason = getattr(error, "strerror", None) or error
+            raise InputError("out", f"cannot write {options.out!r} ({reason})", "choose another file") from None
+        return 0
+    report = check(recorded.records, recorded.header.dropped)
+    if options.json:
+        _answer(json.dumps(_report_as_json(report, recorded), indent=2))
+    else:
+        _answer("\n".join([*map(str, report.violations), f"trace: {report}"]))
+    return EXIT_VIOLATIONS if report.violations else 0
+
+
+def _recorded(name: str) -> Recorded:
+    remedy = "give a file that Trace.save wrote"
+    try:
+        if stat.S_ISREG(Path(name).stat().st_mode):  # others may never answer, a FIFO without a writer for one
+            return load(name)
+    except TraceError as error:
+        raise InputError(f"trace {name!r}, {error.what}", error.found, error.remedy) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise InputError("trace", f"cannot read {name!r} ({reason})", remedy) from None
+    raise InputError("trace", f"{name!r} is not a regular file", remedy)
+
+
+def _report_as_json(report: Report, recorded: Recorded) -> dict[str, Any]:
+    document = dataclasses.asdict(report)
+    for violation, found in zip(document["violations"], report.violations, strict=True):
+        violation |= {"kind": found.kind.name.lower(), "text": str(found)}
+    return {**document, "about": recorded.header.about}
 
 
 def _free(side: str, plan: KvPlan, options: argparse.Namespace, sizes: WorkspaceSizes) -> int | None:

@@ -282,6 +282,14 @@ class WorkspaceArena(Generic[S]):
 
         Args:
             lease: the lease, or the identity of its execution.
+
+        Returns:
+            RELEASED: it is over, which nobody knew before.
+            ALREADY_RELEASED: it is over.
+            NOT_QUIESCED: it is open, or its work may still run.
+            STALE_GENERATION: the memory was replaced since, or (by identity) its slot has had another lease since.
+            IN_DOUBT: it is quarantined, or waits for what is.
+            NOT_FOUND: it is not a lease of this arena, or (by identity) there never was one.
         """
         with self.lock:
             found = self._find(lease) if isinstance(lease, ExecutionId) else lease
@@ -346,9 +354,9 @@ class WorkspaceArena(Generic[S]):
         Returns:
             What is still live: open and quarantined leases.
         """
-        deadline = self._clock() + timeout_s
+        deadline = time.monotonic() + timeout_s  # a real wait, whatever clock the time-outs go by
         while waiting := [lease for lease in self.live() if lease.state is LeaseState.SEALED]:
-            if self._clock() >= deadline:
+            if time.monotonic() >= deadline:
                 for lease in waiting:
                     self.quarantine(lease, f"not over {timeout_s} s after the arena was to be drained")
                 break

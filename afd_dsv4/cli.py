@@ -187,8 +187,8 @@ def _parser() -> argparse.ArgumentParser:
     draw = actions.add_parser(
         "chrome",
         help="a picture for Perfetto or chrome://tracing",
-        description="Writes the trace in the Trace Event Format: a workspace slot is a track, a lease a slice, and what "
-        "an event orders an arrow. Times are those at which the host queued the work.",
+        description="Writes the trace in the Trace Event Format: a workspace slot is a track, a lease a slice, and "
+        "what an event orders an arrow. Times are those at which the host queued the work.",
     )
     draw.add_argument("file", metavar="FILE", help="a trace that was saved")
     draw.add_argument("--out", required=True, metavar="OUT", help="file to write; replaced if it exists")

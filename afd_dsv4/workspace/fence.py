@@ -8,9 +8,9 @@ would look like a free slot, so an `OrderedEvent` raises instead.
 
 Each slot owns two events per stream, made at first use and recorded again ever after: one for touches within a lease,
 only waited for, and one for its fence. So events made = slots x streams x 2, however many leases there are. This rests
-on what `device.api.Event.wait` promises: a wait is for the record that was last when it was queued (CANN documents it for
-aclrtRecordEvent on events of aclrtCreateEventExWithFlag, which torch_npu makes). A fence whose event has meanwhile
-been recorded by a later lease of the slot lies later than it must, never earlier.
+on what `device.api.Event.wait` promises: a wait is for the record that was last when it was queued. CANN documents it
+for aclrtRecordEvent on events of aclrtCreateEventExWithFlag, which are those that torch_npu makes. A fence whose event
+has meanwhile been recorded by a later lease of the slot lies later than it must, never earlier.
 """
 
 from __future__ import annotations

@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from afd_dsv4.compressor import reference
-from afd_dsv4.compressor.executor import CompressorWeights
 from afd_dsv4.compressor.stock import StockRuntime
 from afd_dsv4.device.torch_device import TorchDevice
 from afd_dsv4.evidence.controls import SABOTAGES, SabotagedRuntime
 from afd_dsv4.evidence.memory import broken_laws, measure, planned, scale, scale_forward
 from afd_dsv4.evidence.rows import Batch
-from afd_dsv4.execution.ubatch import cut
-from afd_dsv4.geometry import CompressorKind, ModelGeometry, page_layout
+from afd_dsv4.geometry import CompressorKind, page_layout
 from afd_dsv4.tail.store import TailFull, TailVoid, UnknownPosition
 from afd_dsv4.tail.tables import RequestChunk, RequestId
 from afd_dsv4.workspace.arena import Exhausted
@@ -32,169 +27,11 @@ from afd_dsv4.workspace.fence import EventSource
 from afd_dsv4.workspace.lease import OrderError
 from afd_dsv4.workspace.sizing import size_workspace
 from afd_dsv4.workspace.staging import StagingRing
+from tests.stock_world import HIDDEN, LAYERS, LENGTH, Request, World, small_hidden_size
+
+__all__ = ["small_hidden_size"]  # a fixture
 
 pytestmark = pytest.mark.npu
-
-HIDDEN = 32
-LAYERS = ModelGeometry("three layers", HIDDEN, 3, (4, 128, 4))
-LENGTH = 500
-SPECS = {
-    CompressorKind.C4: reference.C4,
-    CompressorKind.C4_INDEXER: reference.C4_INDEXER,
-    CompressorKind.C128: reference.C128,
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_hidden_size() -> Iterator[None]:
-    from afd_dsv4.softnpu import runtime
-
-    runtime.install()
-    torch.ops.softnpu.waive("compressor.hidden", True)
-    yield
-    torch.ops.softnpu.waive("compressor.hidden", False)
-
-
-@dataclass
-class Request:
-    """Tokens of one request, and the compressed rows that the definition gives for them."""
-
-    x: torch.Tensor
-    rows: dict[tuple[int, CompressorKind], torch.Tensor]
-    position: int = 0
-
-
-class World:
-    """A runtime with weights, requests and the truth about them."""
-
-    def __init__(self, seed: int, *, block_size: int = 128, drafts: int = 0, ordered: bool = True, cls=StockRuntime):
-        self.layout = page_layout("vllm-ascend-0.23.0", block_size)
-        self.runtime = cls(
-            LAYERS,
-            self.layout,
-            max_num_seqs=3,
-            max_num_batched_tokens=3 * LENGTH,
-            device="npu",
-            drafts=drafts,
-            ordered=ordered,
-        )
-        generator = torch.Generator().manual_seed(seed)
-        self.generator = generator
-        self.weights = {}
-        for compressor in LAYERS.compressors:
-            wide = compressor.kind.coff * compressor.head_dim
-            self.weights[compressor.layer, compressor.kind] = CompressorWeights(
-                wkv=torch.randn(wide, HIDDEN, generator=generator).bfloat16(),
-                wgate=torch.randn(wide, HIDDEN, generator=generator).bfloat16(),
-                ape=torch.randn(compressor.kind.ratio, wide, generator=generator),
-                norm_weight=torch.randn(compressor.head_dim, generator=generator).bfloat16(),
-                norm_eps=1e-6,
-            )
-        self.on_device = {
-            key: replace(w, wkv=w.wkv.npu(), wgate=w.wgate.npu(), ape=w.ape.npu(), norm_weight=w.norm_weight.npu())
-            for key, w in self.weights.items()
-        }
-        cos, sin = reference.rope_table(np.arange(LENGTH, dtype=np.int64))
-        self.cos, self.sin = torch.from_numpy(cos).bfloat16(), torch.from_numpy(sin).bfloat16()
-        self.streams = [torch.npu.Stream(), torch.npu.Stream()]
-        self.different = 0
-        self.compared = 0
-        self.pending: list = []
-
-    def request(self) -> Request:
-        x = torch.randn(LENGTH, HIDDEN, generator=self.generator).bfloat16()
-        rows = {}
-        for (layer, kind), weights in self.weights.items():
-            spec = SPECS[kind]
-            projected = reference.make_rows(
-                reference.project(x.float().numpy(), weights.wkv.float().numpy()),
-                reference.project(x.float().numpy(), weights.wgate.float().numpy()),
-                weights.ape.numpy(),
-                0,
-            )
-            at = slice(0, LENGTH // spec.ratio * spec.ratio, spec.ratio)
-            compressed = reference.compress_sequence(
-                projected,
-                spec,
-                weights.norm_weight.float().numpy(),
-                self.cos[at].float().numpy(),
-                self.sin[at].float().numpy(),
-            )
-            bits = reference.bfloat16_bits(compressed).view(np.int16)
-            rows[layer, kind] = torch.from_numpy(bits).view(torch.bfloat16)
-        return Request(x, rows)
-
-    def forward(self, requests: dict[str, Request], chunks: list[RequestChunk], **how) -> None:
-        """One forward, compared."""
-        self.queue(requests, chunks, **how)
-        self.check_all(requests)
-
-    def queue(
-        self,
-        requests: dict[str, Request],
-        chunks: list[RequestChunk],
-        *,
-        cut_tokens: int | None = None,
-        alternate: bool = False,
-        decodes: int = 0,
-    ) -> None:
-        """One forward in one or two uBatches; `decodes` requests at the front are launched apart from the rest."""
-        parts = cut(chunks, sum(chunk.tokens for chunk in chunks) if cut_tokens is None else cut_tokens)
-        generation = self.runtime.mint()
-        begun = [(part, self.runtime.begin(part, generation=generation, ubatch=u)) for u, part in enumerate(parts)]
-        results = []
-        for compressor in LAYERS.compressors:
-            for ubatch, (part, execution) in enumerate(begun):
-                splits = [s for s in (part[:decodes], part[decodes:]) if s] if decodes else [part]
-                first = 0
-                for split in splits:
-                    stream = self.streams[(ubatch + (compressor.layer if alternate else 0)) % 2]
-                    rows = slice(first, first + len(split))
-                    first += len(split)
-                    with torch.npu.stream(stream):
-                        out = self.launch(execution, requests, split, compressor.layer, compressor.kind, rows)
-                    results.append((compressor, split, out))
-        for _, execution in begun:
-            execution.finish()
-        self.pending += results
-
-    def check_all(self, requests: dict[str, Request]) -> None:
-        """Wait for the device and compare all that was queued."""
-        torch.npu.synchronize()
-        for compressor, split, out in self.pending:
-            self.check(requests, split, compressor.layer, compressor.kind, out.cpu())
-        self.pending = []
-
-    def launch(self, execution, requests, split, layer, kind, rows):
-        if not split:
-            return execution.compress(
-                layer,
-                kind,
-                torch.empty((0, HIDDEN), dtype=torch.bfloat16, device="npu"),
-                self.on_device[layer, kind],
-                self.cos[:0].npu(),
-                self.sin[:0].npu(),
-                torch.zeros(1, dtype=torch.int32, device="npu"),
-            )
-        ratio = kind.ratio
-        x = torch.cat([requests[c.request].x[c.start : c.end] for c in split])
-        windows = [w * ratio for c in split for w in range(c.start // ratio, c.end // ratio)]
-        padded = min(len(x), len(x) // ratio + len(split)) - len(windows)
-        at = torch.tensor(windows + [0] * padded, dtype=torch.int64)
-        lengths = torch.tensor([0] + [c.tokens for c in split]).cumsum(0).int()
-        args = [t.npu() for t in (x, self.cos[at], self.sin[at], lengths)]
-        self.keep = getattr(self, "keep", []) + args
-        return execution.compress(layer, kind, args[0], self.on_device[layer, kind], *args[1:], rows)
-
-    def check(self, requests, split, layer, kind, out) -> None:
-        first = 0
-        for c in split:
-            windows = range(c.start // kind.ratio, c.end // kind.ratio)
-            got = out[first : first + len(windows)].view(torch.int16)
-            want = requests[c.request].rows[layer, kind][windows.start : windows.stop].view(torch.int16)
-            self.different += int((got != want).any(dim=1).sum())
-            self.compared += len(windows)
-            first += len(windows)
 
 
 def random_load(world: World, rng: random.Random, steps: int, *, alternate: bool = False) -> None:

@@ -14,10 +14,8 @@ Not here: any judgement (`order.py`), any picture (`chrome.py`).
 from __future__ import annotations
 
 import enum
-import itertools
 import json
 import reprlib
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -28,7 +26,7 @@ from typing import Any, BinaryIO
 from afd_dsv4.geometry import InputError
 
 Record = tuple[Any, ...]
-"""`(ns, op, *fields)`; ns of `time.perf_counter_ns`."""
+"""`(ns, op, *fields)`; ns of `time.perf_counter_ns`, as near as is known."""
 
 FORMAT = "afd-dsv4 trace"
 VERSION = 1
@@ -41,41 +39,75 @@ class TraceError(InputError):
 
 
 class Trace:
-    """A ring of records, the newest of which are kept.
+    """Two lists in turn, so that the newest records are kept: at least half of the capacity, and what came since.
+
+    A list's own `append` is the cheapest call there is, and a clock the dearest part of a record; so most records are
+    made by `note`, and only those that `add` makes carry a time. The list is changed in `add` only.
 
     Args:
-        capacity: most records kept; None keeps all.
+        capacity: most records kept, but for what is noted without an `add` in between; None keeps all.
+
+    Attributes:
+        note: keeps `(op, *fields)`. For the many records of a lease, between its acquire and its seal.
     """
 
     def __init__(self, capacity: int | None = 65536) -> None:
-        if capacity is not None and capacity < 1:
-            raise ValueError(f"a trace keeps at least one record, got capacity {capacity}; None keeps all")
-        # Numbers tell what was dropped; drawing one is a single step even where two threads add at a time.
-        self._ring: deque[tuple[int, int, str, tuple[Any, ...]]] = deque(maxlen=capacity)
-        self._append = self._ring.append
-        self._numbers = itertools.count()
+        if capacity is not None and capacity < 2:
+            raise ValueError(f"a trace keeps at least two records, got capacity {capacity}; None keeps all")
+        self._half = None if capacity is None else capacity // 2
+        self._old: list[Record] = []
+        self._new: list[Record] = []
+        self._dropped = 0
+        self.note: Callable[[Record], None] = self._new.append
 
     def add(self, op: str, *fields: Any) -> None:
-        """Keep one record. The lock under which the order is made must be held, or the records tell another order."""
-        self._append((next(self._numbers), perf_counter_ns(), op, fields))
+        """Keep one record with its time. The lock under which the order is made must be held, as for `note`."""
+        if self._half is not None and len(self._new) >= self._half:
+            self._dropped += len(self._old)
+            self._turn(self._new)
+        self.note((perf_counter_ns(), op, *fields))
 
     def records(self) -> list[Record]:
-        """What is kept, oldest first."""
-        return [(ns, op, *fields) for _, ns, op, fields in self._ring]
+        """What is kept, oldest first, each with a time: those without one lie evenly between those with one.
+
+        Executions are kept as they are, and spelled out only here.
+        """
+        found: list[Record] = []
+        noted: list[Record] = []
+        last: int | None = None
+        for record in [*self._old, *self._new]:
+            if isinstance(record[0], str):
+                noted.append(record)
+                continue
+            now, op, *fields = record
+            found += _between(now if last is None else last, now, noted)
+            if op == "acquire":
+                fields[2] = str(fields[2])
+            found.append((now, op, *fields))
+            noted, last = [], now
+        return found + _between(last or 0, last or 0, noted)
 
     @property
     def dropped(self) -> int:
         """How many records came before those that are kept."""
-        return self._ring[0][0] if self._ring else 0
+        return self._dropped
 
     def clear(self) -> None:
-        """Begin anew, as if nothing had been recorded. What was open stays unknown to whoever reads the rest."""
-        self._ring.clear()
-        self._numbers = itertools.count()
+        """Drop all that is kept."""
+        self._dropped += len(self._old) + len(self._new)
+        self._turn([])
+
+    def _turn(self, old: list[Record]) -> None:
+        self._old, self._new = old, []
+        self.note = self._new.append
 
     def save(self, path: Path | str, about: Mapping[str, Any] | None = None) -> None:
         """Write what is kept; see `save`."""
         save(path, self.records(), self.dropped, about)
+
+
+def _between(start: int, end: int, noted: Sequence[Record]) -> list[Record]:
+    return [(start + (end - start) * k // (len(noted) + 1), *record) for k, record in enumerate(noted, start=1)]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -148,6 +148,7 @@ class StockRuntime:
         fence_timeout_s: what has not passed for so long is given up.
         trace: what was ordered; None for a ring of the default size.
         ordered: False drops every stream wait; only for negative controls.
+        operator: what a launch queues, for a load that checks its own bytes; called as `call_operator` is.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class StockRuntime:
         fence_timeout_s: float = 60.0,
         trace: Trace | None = None,
         ordered: bool = True,
+        operator: Callable[..., torch.Tensor] = call_operator,
     ) -> None:
         eager, slots = slots, slots + len(graphs)
         self.geometry = geometry
@@ -175,6 +177,7 @@ class StockRuntime:
         self.arena: WorkspaceArena[Any] = WorkspaceArena(
             self.device, eager, graphs=graphs, ordered=ordered, fence_timeout_s=fence_timeout_s, trace=self.trace
         )
+        self._operator = operator
         self._mint = GenerationMint()
         self._beginning = threading.Lock()
         self._last: dict[SeatIndex, Lease[Any]] = {}  # who had a seat's pages last
@@ -526,7 +529,7 @@ class StockExecution:
                 first = runtime.layers[kind][layer] * places
                 table.flat.scatter_(0, lists.cells[:places], lists.ids[first : first + places])
                 table.layer = layer
-            compressed = call_operator(
+            compressed = runtime._operator(
                 x,
                 weights,
                 kind,

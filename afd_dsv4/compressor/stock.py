@@ -13,7 +13,9 @@ it keeps getting the true start and vLLM's own tables.
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -28,15 +30,15 @@ from afd_dsv4.geometry import CompressorKind, ModelGeometry, PageLayout
 from afd_dsv4.tail.rows import TailShape
 from afd_dsv4.tail.store import SeatIndex, StepPlan, TailStore
 from afd_dsv4.tail.tables import NO_COLUMN, PageList, RequestChunk, RequestId
-from afd_dsv4.workspace.arena import WorkspaceArena
+from afd_dsv4.workspace.arena import CaptureError, WorkspaceArena
 from afd_dsv4.workspace.identity import Domain, ExecutionId, ExecutionKind, Generation, GenerationMint
 from afd_dsv4.workspace.lease import WHOLE, Lease, LeaseState, OrderError
 from afd_dsv4.workspace.sizing import size_workspace, tail_shapes
 from afd_dsv4.workspace.staging import StagingRing
 from afd_dsv4.workspace.trace import Trace
 
-#: Runtimes whose memory the device may touch at any time: garbage collection must not free it.
-_NEVER_FREED: list[StockRuntime] = []
+#: Runtimes whose memory the device, or the replay of a graph, may touch at any time.
+_NEVER_FREED: set[StockRuntime] = set()
 
 CONTINUOUS = 1  # the operator's cache_mode that skips page 0
 INTERLEAVED = 2  # the operator's rotary_mode
@@ -146,6 +148,7 @@ class StockRuntime:
         drafts: most draft tokens a forward may have to take back.
         graphs: one more slot each, with the keys of the graphs that use it (`workspace/arena.py`).
         fence_timeout_s: what has not passed for so long is given up.
+        clock: seconds, monotonic.
         trace: what was ordered; None for a ring of the default size.
         ordered: False drops every stream wait; only for negative controls.
         operator: what a launch queues, for a load that checks its own bytes; called as `call_operator` is.
@@ -163,6 +166,7 @@ class StockRuntime:
         drafts: int = 0,
         graphs: Sequence[Iterable[Hashable]] = (),
         fence_timeout_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
         trace: Trace | None = None,
         ordered: bool = True,
         operator: Callable[..., torch.Tensor] = call_operator,
@@ -175,7 +179,13 @@ class StockRuntime:
         self.store = TailStore(self.shapes, max_num_seqs=max_num_seqs, slots=slots)
         self.trace = Trace() if trace is None else trace
         self.arena: WorkspaceArena[Any] = WorkspaceArena(
-            self.device, eager, graphs=graphs, ordered=ordered, fence_timeout_s=fence_timeout_s, trace=self.trace
+            self.device,
+            eager,
+            graphs=graphs,
+            ordered=ordered,
+            fence_timeout_s=fence_timeout_s,
+            clock=clock,
+            trace=self.trace,
         )
         self._operator = operator
         self._mint = GenerationMint()
@@ -210,6 +220,7 @@ class StockRuntime:
                 {r: _Lists(shape, max_num_seqs, device=host, pinned=True) for r, shape in self.shapes.items()}
                 for _ in range(slots + 1)
             ],
+            timeout_s=fence_timeout_s,
         )
 
         sizes = size_workspace(
@@ -249,21 +260,28 @@ class StockRuntime:
 
         Raises:
             ValueError: more tokens than the state tables were sized for.
+            CaptureError: a graph is being captured.
             Exhausted: all slots are held by unfinished executions.
+            StagingLost: no copy of earlier lists is known to be over.
+            ArenaClosed: the runtime was closed.
             TailFull: more requests than tails that are free, or behind finished executions.
             TailVoid: a request whose last execution did not launch everything.
             UnknownPosition: a chunk does not start where its request's tail ends.
         """
         return self._plan(chunks, ExecutionId(generation or self._mint.mint(), ubatch), None, 0)
 
-    def capture(self, key: Hashable, chunks: Sequence[RequestChunk]) -> StockExecution:
+    def capture(
+        self, key: Hashable, chunks: Sequence[RequestChunk], *, generation: Generation | None = None
+    ) -> StockExecution:
         """Begin the capture of a graph; call it, `compress` and `finish` within the capture.
 
-        Its page lists are empty (rule 7): the chunks give the shape of the launches and nothing else.
+        Its page lists are empty (rule 7): the chunks give the shape of the launches and nothing else. Until `finish`
+        nothing else may begin.
 
         Args:
             key: of the graph, one of `graphs`.
             chunks: as many requests and tokens as every replay will have.
+            generation: from `mint`; None mints one.
 
         Raises:
             CaptureError: `key` has no slot, or executions are open.
@@ -271,7 +289,9 @@ class StockRuntime:
         if not chunks:
             raise ValueError(f"graph {key!r} is to be captured without requests; there is nothing to launch")
         self._check_tokens(chunks)
-        lease = self.arena.capture(key, ExecutionId(self._mint.mint(), 0, 0, Domain.GRAPH, ExecutionKind.CAPTURE))
+        execution = ExecutionId(generation or self._mint.mint(), 0, 0, Domain.GRAPH, ExecutionKind.CAPTURE)
+        with self._beginning:  # what is half begun may ask events, which a capture forbids
+            lease = self.arena.capture(key, execution)
         lists = {
             ratio: PageList(
                 shape=shape,
@@ -316,13 +336,25 @@ class StockRuntime:
         # The staging ring may make the host wait. Other threads must be able to launch meanwhile, or what the copies
         # wait for may never be queued: so its entry is taken before the lock of the arena, under one of `begin` alone.
         with self._beginning:
+            if self.arena.events.mute():
+                raise CaptureError(
+                    f"{execution} begins while a graph is captured, which may not ask events what is free; "
+                    f"begin before the capture or after it, and inside it call capture() only"
+                )
             entry, host = self.staging.take()
             stream = self.device.current_stream()
             with self.arena.lock:
                 try:
-                    return self._begin(chunks, execution, graph, rows, host, stream)
-                finally:  # also where only some of the copies were queued
+                    begun = self._begin(chunks, execution, graph, rows, host, stream)
+                except BaseException:
+                    self.staging.copied(entry, stream)  # some of the copies may be queued
+                    raise
+                try:
                     self.staging.copied(entry, stream)
+                except BaseException:
+                    begun.finish()  # nobody else will: its caller does not get it
+                    raise
+                return begun
 
     def _begin(
         self,
@@ -336,7 +368,7 @@ class StockRuntime:
         lease = self.arena.acquire(execution) if graph is None else self.arena.replay(graph, execution)
         plan: StepPlan | None = None
         try:
-            plan = self.store.plan(chunks, lease.slot.index, usable=self._usable)
+            plan = self.store.plan(chunks, lease.slot.index, usable=self._usable, in_doubt=self._in_doubt)
             lease.follow(
                 continues=[self._last[seat] for seat in plan.continued],
                 after=[self._last[seat] for seat in plan.taken if seat in self._last],
@@ -352,7 +384,7 @@ class StockRuntime:
             lease.seal(whole=plan is None)
             raise
         self._last.update(dict.fromkeys(plan.seats, lease))
-        return StockExecution(self, lease, plan, tuple(chunks))
+        return StockExecution(self, lease, plan, tuple(chunks), graph)
 
     def _check_tokens(self, chunks: Sequence[RequestChunk]) -> None:
         tokens = sum(chunk.tokens for chunk in chunks)
@@ -365,6 +397,10 @@ class StockRuntime:
     def _usable(self, seat: SeatIndex) -> bool:
         """Whether a stream can be made to wait for all that may still touch a free seat's pages."""
         return seat not in self._last or self._last[seat].can_be_waited_for()
+
+    def _in_doubt(self, seat: SeatIndex) -> bool:
+        """Whether the device may touch a seat's pages at any time."""
+        return seat in self._last and self._last[seat].state is LeaseState.QUARANTINED
 
     def mint(self) -> Generation:
         """A generation for a forward whose uBatches are begun one by one."""
@@ -399,7 +435,7 @@ class StockRuntime:
     def seats_in_doubt(self) -> tuple[SeatIndex, ...]:
         """Seats that will never be taken again: the device may touch their pages at any time."""
         with self.arena.lock:
-            return tuple(seat for seat, lease in self._last.items() if lease.state is LeaseState.QUARANTINED)
+            return tuple(seat for seat in self._last if self._in_doubt(seat))
 
     def close(self, drain_s: float = 0.0) -> tuple[Lease[Any], ...]:
         """End: no execution begins any more. Refuses, and changes nothing, while work may still run.
@@ -413,12 +449,20 @@ class StockRuntime:
         Raises:
             StillLeased: executions are open, or work may still run.
         """
-        if drain_s > 0:
+        if drain_s > 0 and all(lease.state is not LeaseState.ACQUIRED for lease in self.arena.live()):
             self.arena.drain(drain_s)
         lost = self.arena.close()
         if lost:
-            _NEVER_FREED.append(self)
+            _NEVER_FREED.add(self)
         return lost
+
+    def __del__(self) -> None:
+        """Garbage collection frees nothing that the device or a graph may still touch; `close` tells that it may."""
+        arena: WorkspaceArena[Any] | None = getattr(self, "arena", None)  # None if the constructor failed early
+        if arena is None or arena.closed or sys.is_finalizing():
+            return
+        if getattr(self, "_captured", None) or arena.live():
+            _NEVER_FREED.add(self)
 
     def idle(self, kind: CompressorKind, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Table and starts for a forward without an execution (profile, dummy, idle rank): all zero, nothing is stored.
@@ -473,8 +517,10 @@ class StockExecution:
         lease: Lease[Any] | None,
         plan: StepPlan | None,
         chunks: tuple[RequestChunk, ...],
+        graph: Hashable | None = None,
     ) -> None:
         self._runtime = runtime
+        self._graph = graph  # to be replayed instead of launches
         self._plan = plan
         self._chunks = chunks
         self._first = [0, *itertools.accumulate(chunk.tokens for chunk in chunks)]  # each request's first token
@@ -501,7 +547,8 @@ class StockExecution:
 
         Raises:
             ValueError: a layer without this kind, or tokens that are not those of the requests.
-            OrderError: a layer out of order, requests out of order or twice, or an execution that is finished.
+            OrderError: a layer out of order, requests out of order or twice, or an execution that is finished, or is
+                to replay a graph.
         """
         mine = slice(*requests.indices(len(self._chunks)))
         if mine.step != 1:
@@ -512,6 +559,8 @@ class StockExecution:
             raise ValueError(f"{x.shape[0]} tokens for requests that have {tokens} in this execution")
         if self.lease is None:
             return x.new_empty((0, weights.norm_weight.shape[0]))
+        if self._graph is not None:
+            raise OrderError(f"{self.lease.execution} was begun for graph {self._graph!r}; replay that, once")
         self._check_order(layer, kind, mine)
         runtime, slot, ratio = self._runtime, self.lease.slot.index, kind.ratio
         table, lists = runtime.tables[slot][ratio], runtime.lists[slot][ratio]
@@ -550,11 +599,20 @@ class StockExecution:
 
         Args:
             graph: what was captured under the key of `begin_replay`; it has a method `replay`.
+
+        Raises:
+            OrderError: not begun by `begin_replay`, or replayed already.
         """
         if self.lease is None:
             return
-        with self._runtime.arena.lock:
-            self.lease.touch(self._runtime.device.current_stream(), writes=[WHOLE], step=WHOLE)
+        if self._graph is None or self._replayed:
+            state = "was replayed already" if self._replayed else "was begun without a graph"
+            raise OrderError(f"{self.lease.execution} is to replay a graph, and {state}; call begin_replay for each")
+        runtime = self._runtime
+        with runtime.arena.lock:
+            stream = runtime.device.current_stream()
+            self.lease.touch(stream, writes=[WHOLE], step=WHOLE)
+            runtime.trace.add("replay", self.lease.number, str(self._graph), runtime.device.stream_id(stream))
             graph.replay()
             self.lease.complete(WHOLE)
             self._replayed = True

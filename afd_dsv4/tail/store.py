@@ -160,6 +160,7 @@ class TailStore:
         slot: SlotIndex,
         *,
         usable: Callable[[SeatIndex], bool] = lambda _seat: True,
+        in_doubt: Callable[[SeatIndex], bool] = lambda _seat: False,
     ) -> StepPlan:
         """Plan one execution: pages change owner now, on the host, in the order in which executions are planned.
 
@@ -169,9 +170,10 @@ class TailStore:
             chunks: at most one a request, in batch order.
             slot: the workspace slot of the execution.
             usable: whether a free seat may be taken now.
+            in_doubt: whether one that is not will never be.
 
         Raises:
-            TailFull: more requests than `max_num_seqs`.
+            TailFull: more new requests than seats that may be taken.
             TailVoid: a request whose tail was declared void.
             UnknownPosition: a start outside what the request's last chunk left open.
         """
@@ -182,10 +184,12 @@ class TailStore:
         new = [chunk for chunk in chunks if chunk.request not in self._seats]
         free = [seat for seat in self._free if usable(seat)] if new else []
         if len(new) > len(free):
-            behind = len(self._free) - len(free)
+            lost = sum(map(in_doubt, self._free))
+            behind = len(self._free) - len(free) - lost
             raise TailFull(
                 f"{len(new)} new requests, {len(free)} free of {self.max_num_seqs} tails, {behind} more behind open "
-                f"executions; finish those, end requests or raise max_num_seqs"
+                f"executions, {lost} in doubt and never to be taken again; finish those, end requests or raise "
+                f"max_num_seqs" + (", or restart the worker" if lost else "")
             )
         for chunk in chunks:
             known = self._seats.get(chunk.request, _Seat(SeatIndex(-1)))

@@ -9,6 +9,7 @@ schedule they can. Records are written without times here; `timed` gives each on
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from afd_dsv4.device.model import ModelDevice, ModelStream
+from afd_dsv4.workspace.arena import WorkspaceArena
+from afd_dsv4.workspace.identity import Domain, ExecutionId, ExecutionKind, Generation
 from afd_dsv4.workspace.order import Kind, Report, check
+from afd_dsv4.workspace.staging import StagingRing
+from afd_dsv4.workspace.trace import Trace
 
 Op = tuple[Any, ...]  # a record without its time
 Found = tuple[Kind, int | None, int, Any]  # kind, first and second record, one resource
@@ -632,7 +638,7 @@ def test_a_suffix_has_no_violation_of_its_own_and_all_of_the_whole_that_are_in_i
 
 @settings(max_examples=100)
 @given(programs, programs, st.randoms(use_true_random=False))
-def test_a_capture_is_judged_by_itself(device: list[Op], captured: list[Op], random: Any) -> None:
+def test_a_capture_is_judged_by_itself(device: list[Op], captured: list[Op], rng: random.Random) -> None:
     """Whatever is captured, on streams of its own, changes nothing outside, and is judged as if it ran alone."""
 
     def apart(op: Op) -> Op:  # other streams, other events, one lease, a slot of its own
@@ -647,7 +653,7 @@ def test_a_capture_is_judged_by_itself(device: list[Op], captured: list[Op], ran
     alone = found(judge([acquire(9, 9), *inside]))
 
     turns = [False] * len(device) + [True] * len(inside)
-    random.shuffle(turns)
+    rng.shuffle(turns)
     sources = (iter(enumerate(device)), iter(enumerate(inside)))
     merged, place = list(begin), ({}, {})
     for turn in turns:
@@ -663,3 +669,62 @@ def test_a_capture_is_judged_by_itself(device: list[Op], captured: list[Op], ran
         }
 
     assert found(judge(merged)) == moved(found(judge(device)), False) | moved(alone, True, shift=1)
+
+
+# What the arena itself records.
+
+
+def trace_of_an_arena(seed: int, *, ordered: bool) -> Trace:
+    """Executions on two slots and three streams: parts, seats that are continued, staging, graphs, and a device that
+    runs whenever it likes.
+    """
+    rng = random.Random(seed)
+    device = ModelDevice(seed)
+    on = [device.stream() for _ in STREAMS]
+    trace = Trace(None)
+    arena: WorkspaceArena[ModelStream] = WorkspaceArena(device, 2, graphs=[["graph"]], ordered=ordered, trace=trace)
+    ring = StagingRing(arena.events, [[0], [0]])
+    captured = arena.capture("graph", ExecutionId(Generation(1), domain=Domain.GRAPH, kind=ExecutionKind.CAPTURE))
+    for stream in on:
+        captured.touch(stream, writes=["x"])
+    captured.seal()
+    before = None
+    for number in range(2, 12):
+        replayed = rng.random() < 0.2
+        execution = ExecutionId(Generation(number), domain=Domain.GRAPH if replayed else Domain.EAGER)
+        lease = arena.replay("graph", execution) if replayed else arena.acquire(execution)
+        lease.follow(continues=[before] if before else [], seats=[5])
+        if replayed:
+            lease.touch(rng.choice(on), writes=["*"], step="*")
+            lease.complete("*")
+        else:
+            entry, _ = ring.take()
+            stream = rng.choice(on)
+            lease.touch(stream, writes=["lists"])
+            ring.copied(entry, stream)
+            for layer in range(3):
+                lease.touch(rng.choice(on), reads=["lists"], writes=["pages"], step=layer)
+                lease.complete(layer)
+        lease.seal()
+        for _ in range(rng.randrange(20)):
+            device.step()
+        if before is not None:
+            arena.settle(before)
+        before = lease
+    return trace
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_an_arena_orders_is_ordered(seed: int) -> None:
+    trace = trace_of_an_arena(seed, ordered=True)
+    report = check(trace.records(), trace.dropped)
+    assert report.violations == ()
+    assert report.leases == 11
+    assert report.edges > 0
+
+
+def test_what_an_arena_is_told_not_to_order_is_found() -> None:
+    wrong = [check(trace_of_an_arena(seed, ordered=False).records()) for seed in range(30)]
+    assert sum(1 for report in wrong if of_kind(report, Kind.SLOT)) >= 25
+    assert any(of_kind(report, Kind.SEAT) for report in wrong)
+    assert not any(of_kind(report, Kind.STAGING) for report in wrong)  # the ring has events of its own

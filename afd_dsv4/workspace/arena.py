@@ -98,7 +98,7 @@ class Slot(Generic[S]):
         last: the last lease that touched it, behind which it is free; None if nobody did yet.
         sealed: sequence number of the seal of `last`.
         sealed_at: when that was, in seconds of the arena's clock.
-        quarantined: never to be leased again.
+        quarantined: the lease for which it is never leased again; None while it may be.
         touch_events: ordering within a lease, by stream. See `fence.py`.
         fence_events: the same for fences.
     """
@@ -108,7 +108,7 @@ class Slot(Generic[S]):
     last: Lease[S] | None = None
     sealed: int = 0
     sealed_at: float = 0.0
-    quarantined: bool = False
+    quarantined: Lease[S] | None = None
     touch_events: dict[StreamId, OrderedEvent[S]] = field(default_factory=dict)
     fence_events: dict[StreamId, OrderedEvent[S]] = field(default_factory=dict)
 
@@ -243,7 +243,11 @@ class WorkspaceArena(Generic[S]):
             slot = self._graph_slot(key, execution)
             captured = self._captured.get(key)
             if captured is None or captured.epoch != self.epoch or captured.state is not LeaseState.SETTLED:
-                state = "was never captured" if captured is None else f"belongs to {captured!r} of another epoch"
+                state = "is being captured"
+                if captured is None:
+                    state = "was never captured"
+                elif captured.epoch != self.epoch:
+                    state = "was captured before the arena was reset"
                 raise CaptureError(f"{execution} replays graph {key!r}, which {state}; capture it (again) first")
             self._admit(execution)
             last = slot.last
@@ -295,6 +299,8 @@ class WorkspaceArena(Generic[S]):
             found = self._find(lease) if isinstance(lease, ExecutionId) else lease
             if isinstance(found, Settlement):
                 return found
+            if found.arena is not self:
+                return Settlement.NOT_FOUND
             outcome = self._settle(found)
             if self.trace is not None:
                 self.trace.add("settle", found.number, outcome._value_)
@@ -304,19 +310,27 @@ class WorkspaceArena(Generic[S]):
         """Give a lease up: nobody can prove that its work is over.
 
         Its slot is never leased again, its requests' tails are void, their seats are never taken. Does nothing for a
-        lease that is over, or quarantined already.
+        lease that is over, or quarantined already. Nothing of a capture has run: only its graph is lost.
+
+        Raises:
+            ValueError: it is a lease of another arena.
         """
+        if lease.arena is not self:
+            raise ValueError(f"{lease!r} is of another arena; ask that one")
         with self.lock:
             if lease.state in (LeaseState.SETTLED, LeaseState.QUARANTINED):
                 return
             slot = lease.slot
             if lease.captured:
                 self.end_capture(lease, whole=False)
+                lease.state = LeaseState.QUARANTINED
+                return
             lease.state = LeaseState.QUARANTINED
             if slot.lease is lease:
                 slot.lease, slot.last = None, lease
             # Otherwise a later lease has left the slot: it is behind that one, which waited for this and has a fence.
-            slot.quarantined |= slot.last is lease
+            if slot.last is lease and slot.quarantined is None:
+                slot.quarantined = lease
             self.counters.quarantined += 1
             if self.trace is not None:
                 self.trace.add("quarantine", lease.number, why)
@@ -339,7 +353,10 @@ class WorkspaceArena(Generic[S]):
                 lease
                 for slot in self.slots
                 for lease in (slot.last, slot.lease)
-                if lease is not None and not lease.over() and self._in_doubt(lease)
+                if lease is not None
+                and not lease.over()
+                and lease.state is not LeaseState.QUARANTINED
+                and self._in_doubt(lease)
             )
 
     def live(self) -> tuple[Lease[S], ...]:
@@ -389,7 +406,6 @@ class WorkspaceArena(Generic[S]):
         with self.lock:
             self._refuse("reset", self.live())
             self.epoch += 1
-            self._captured.clear()
             for slot in self.slots:
                 slot.last = None
             if self.trace is not None:
@@ -428,7 +444,7 @@ class WorkspaceArena(Generic[S]):
     def _timed_out(self, slot: Slot[S]) -> bool:
         """Whether a slot's pending fence is too old; quarantines it then."""
         age = self._clock() - slot.sealed_at
-        if age <= self.fence_timeout_s or slot.lease is not None or slot.last is None:
+        if age <= self.fence_timeout_s or slot.last is None:
             return False
         self.quarantine(
             slot.last, f"its fence has not passed {age:.3g} s after its seal (limit {self.fence_timeout_s})"
@@ -444,8 +460,6 @@ class WorkspaceArena(Generic[S]):
         return Settlement.STALE_GENERATION if known else Settlement.NOT_FOUND
 
     def _settle(self, lease: Lease[S]) -> Settlement:
-        if lease.arena is not self:
-            return Settlement.NOT_FOUND
         if lease.epoch != self.epoch:
             return Settlement.STALE_GENERATION
         if lease.state is LeaseState.SETTLED:
@@ -455,22 +469,24 @@ class WorkspaceArena(Generic[S]):
         return Settlement.IN_DOUBT if self._in_doubt(lease) else Settlement.NOT_QUIESCED
 
     def _in_doubt(self, lease: Lease[S]) -> bool:
-        """Whether a lease is quarantined, or waits, directly or not, for one that is."""
-        if lease.state is LeaseState.QUARANTINED:
-            return True
-        lost = (slot.last for slot in self.slots if slot.quarantined and slot.last is not None)
+        """Whether a lease that is not over is quarantined, had its slot with one that is, or waits for one that is."""
+        if lease.state is LeaseState.QUARANTINED or lease.slot.quarantined is not None:
+            return True  # in one slot, later leases wait for earlier ones, and record the events of their fences again
+        lost = (slot.quarantined for slot in self.slots if slot.quarantined is not None)
         return any(lease.follows.get(other.slot.index, 0) >= other.number for other in lost)
 
     def _exhausted(self, execution: ExecutionId, slots: Sequence[Slot[S]]) -> Exhausted:
-        holders = "; ".join(str(slot.lease.execution) for slot in slots if slot.lease)
-        lost = [slot for slot in slots if slot.quarantined]
+        # Where none of these slots is held, they are behind what is held elsewhere.
+        held = [slot.lease for slot in slots if slot.lease] or [slot.lease for slot in self.slots if slot.lease]
+        holders = "; ".join(str(lease.execution) for lease in held)
+        lost = [slot.quarantined for slot in slots if slot.quarantined]
         message = (
             f"{execution} wants a workspace slot, all {len(slots)} are held, or behind what is held, by: {holders}"
         )
         if lost:
-            names = "; ".join(repr(slot.last) for slot in lost)
+            names = "; ".join(map(repr, lost))
             message += f". {len(lost)} are quarantined for ever, nobody can prove that these are over: {names}"
-        if lost and not holders:
+        if len(lost) == len(slots):
             return Exhausted(f"{message}. The worker cannot go on; restart it", fatal=True)
         return Exhausted(f"{message}. Finish executions, or configure more slots", fatal=False)
 

@@ -348,6 +348,8 @@ class Lease(Generic[S]):
             if self.captured:
                 arena.end_capture(self, whole)
                 return
+            if not self._streams and (self._continues or self._after):
+                whole = False  # pages changed owner, and no launch has waited for those who had them
             if self._streams:
                 events = {}
                 try:

@@ -89,13 +89,6 @@ struct Communicator {
 
 Communicator* communicator(HcclComm handle) { return static_cast<Communicator*>(handle); }
 
-HcclResult queue(aclrtStream stream, std::function<void()> transfer) {
-  softnpu_push(
-      stream, [](void* f) { (*static_cast<std::function<void()>*>(f))(); },
-      new std::function<void()>(std::move(transfer)), [](void* f) { delete static_cast<std::function<void()>*>(f); });
-  return HCCL_SUCCESS;
-}
-
 size_t size_of(HcclDataType type) {
   switch (type) {
     case HCCL_DATA_TYPE_INT8:
@@ -117,6 +110,19 @@ size_t size_of(HcclDataType type) {
     default:
       throw std::runtime_error("HCCL: data type " + std::to_string(type) + " is not supported on the software NPU");
   }
+}
+
+// What a transfer reads and writes.
+SoftnpuAccess reads(const void* p, size_t bytes) { return {p, bytes, 1, 0, 0, 0}; }
+SoftnpuAccess writes(const void* p, size_t bytes) { return {p, bytes, 1, 0, 1, 0}; }
+
+HcclResult queue(aclrtStream stream, const char* name, const std::vector<SoftnpuAccess>& accesses,
+                 std::function<void()> transfer) {
+  softnpu_push_task(
+      stream, name, [](void* f) { (*static_cast<std::function<void()>*>(f))(); },
+      new std::function<void()>(std::move(transfer)), [](void* f) { delete static_cast<std::function<void()>*>(f); },
+      accesses.data(), accesses.size(), 0);
+  return HCCL_SUCCESS;
 }
 
 template <class T>
@@ -232,13 +238,15 @@ SOFTNPU_API HcclResult HcclSend(void* data, uint64_t count, HcclDataType type, u
                                 aclrtStream stream) {
   auto* c = communicator(handle);
   const Message m = c->to(peer);
-  return queue(stream, [=] { c->put(m, data, count * size_of(type)); });
+  return queue(stream, "HcclSend", {reads(data, count * size_of(type))},
+               [=] { c->put(m, data, count * size_of(type)); });
 }
 SOFTNPU_API HcclResult HcclRecv(void* data, uint64_t count, HcclDataType type, uint32_t peer, HcclComm handle,
                                 aclrtStream stream) {
   auto* c = communicator(handle);
   const Message m = c->from(peer);
-  return queue(stream, [=] { c->get(m, data, count * size_of(type)); });
+  return queue(stream, "HcclRecv", {writes(data, count * size_of(type))},
+               [=] { c->get(m, data, count * size_of(type)); });
 }
 SOFTNPU_API HcclResult HcclBatchSendRecv(HcclSendRecvItem* items, uint32_t count, HcclComm handle, aclrtStream stream) {
   for (uint32_t i = 0; i < count; ++i)
@@ -253,7 +261,7 @@ SOFTNPU_API HcclResult HcclAllReduce(void* in, void* out, uint64_t count, HcclDa
                                      HcclComm handle, aclrtStream stream) {
   auto* c = communicator(handle);
   const auto sends = c->to_all(), receives = c->from_all();
-  return queue(stream, [=] {
+  return queue(stream, "HcclAllReduce", {reads(in, count * size_of(type)), writes(out, count * size_of(type))}, [=] {
     for (const Message& m : sends) c->put(m, in, count * size_of(type));
     gather_and_reduce(*c, receives, in, out, count, type, op);
   });
@@ -262,34 +270,37 @@ SOFTNPU_API HcclResult HcclReduceScatter(void* in, void* out, uint64_t count, Hc
                                          HcclComm handle, aclrtStream stream) {
   auto* c = communicator(handle);
   const auto sends = c->to_all(), receives = c->from_all();
-  return queue(stream, [=] {
-    const size_t bytes = count * size_of(type);
-    for (const Message& m : sends) c->put(m, offset_by(in, m.peer * bytes), bytes);
-    gather_and_reduce(*c, receives, offset_by(in, c->rank * bytes), out, count, type, op);
-  });
+  return queue(stream, "HcclReduceScatter",
+               {reads(in, c->size * count * size_of(type)), writes(out, count * size_of(type))}, [=] {
+                 const size_t bytes = count * size_of(type);
+                 for (const Message& m : sends) c->put(m, offset_by(in, m.peer * bytes), bytes);
+                 gather_and_reduce(*c, receives, offset_by(in, c->rank * bytes), out, count, type, op);
+               });
 }
 SOFTNPU_API HcclResult HcclAllGather(void* in, void* out, uint64_t count, HcclDataType type, HcclComm handle,
                                      aclrtStream stream) {
   auto* c = communicator(handle);
   const auto sends = c->to_all(), receives = c->from_all();
-  return queue(stream, [=] {
-    const size_t bytes = count * size_of(type);
-    for (const Message& m : sends) c->put(m, in, bytes);
-    std::memmove(offset_by(out, c->rank * bytes), in, bytes);
-    for (const Message& m : receives) c->get(m, offset_by(out, m.peer * bytes), bytes);
-  });
+  return queue(stream, "HcclAllGather",
+               {reads(in, count * size_of(type)), writes(out, c->size * count * size_of(type))}, [=] {
+                 const size_t bytes = count * size_of(type);
+                 for (const Message& m : sends) c->put(m, in, bytes);
+                 std::memmove(offset_by(out, c->rank * bytes), in, bytes);
+                 for (const Message& m : receives) c->get(m, offset_by(out, m.peer * bytes), bytes);
+               });
 }
 SOFTNPU_API HcclResult HcclBroadcast(void* data, uint64_t count, HcclDataType type, uint32_t root, HcclComm handle,
                                      aclrtStream stream) {
   auto* c = communicator(handle);
   if (c->rank == root) {
     const auto sends = c->to_all();
-    return queue(stream, [=] {
+    return queue(stream, "HcclBroadcast", {reads(data, count * size_of(type))}, [=] {
       for (const Message& m : sends) c->put(m, data, count * size_of(type));
     });
   }
   const Message m = c->from(root);
-  return queue(stream, [=] { c->get(m, data, count * size_of(type)); });
+  return queue(stream, "HcclBroadcast", {writes(data, count * size_of(type))},
+               [=] { c->get(m, data, count * size_of(type)); });
 }
 SOFTNPU_API HcclResult HcclAlltoAllV(const void* in, const void* in_counts, const void* in_offsets,
                                      HcclDataType in_type, const void* out, const void* out_counts,
@@ -301,9 +312,15 @@ SOFTNPU_API HcclResult HcclAlltoAllV(const void* in, const void* in_counts, cons
   };
   const auto sends = c->to_all(), receives = c->from_all();
   auto* target = const_cast<void*>(out);  // HCCL declares its output const
-  return queue(stream, [=, send_counts = list(in_counts), send_offsets = list(in_offsets),
-                        receive_counts = list(out_counts), receive_offsets = list(out_offsets)] {
-    const size_t from = size_of(in_type), to = size_of(out_type);
+  const auto send_counts = list(in_counts), send_offsets = list(in_offsets);
+  const auto receive_counts = list(out_counts), receive_offsets = list(out_offsets);
+  const size_t from = size_of(in_type), to = size_of(out_type);
+  std::vector<SoftnpuAccess> accesses;
+  for (uint32_t peer = 0; peer < c->size; ++peer) {
+    accesses.push_back(reads(offset_by(in, send_offsets[peer] * from), send_counts[peer] * from));
+    accesses.push_back(writes(offset_by(target, receive_offsets[peer] * to), receive_counts[peer] * to));
+  }
+  return queue(stream, "HcclAlltoAllV", accesses, [=] {
     for (const Message& m : sends) c->put(m, offset_by(in, send_offsets[m.peer] * from), send_counts[m.peer] * from);
     std::memmove(offset_by(target, receive_offsets[c->rank] * to), offset_by(in, send_offsets[c->rank] * from),
                  send_counts[c->rank] * from);
@@ -326,7 +343,7 @@ SOFTNPU_API HcclResult HcclAlltoAll(const void* in, uint64_t send_count, HcclDat
 SOFTNPU_API HcclResult HcclBarrier(HcclComm handle, aclrtStream stream) {
   auto* c = communicator(handle);
   const auto sends = c->to_all(), receives = c->from_all();
-  return queue(stream, [=] {
+  return queue(stream, "HcclBarrier", {}, [=] {
     char token = 0;
     for (const Message& m : sends) c->put(m, &token, 1);
     for (const Message& m : receives) c->get(m, &token, 1);

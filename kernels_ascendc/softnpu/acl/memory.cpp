@@ -92,6 +92,7 @@ aclError allocate(void** out, size_t bytes) {
   m.device[reinterpret_cast<uintptr_t>(p)] = {bytes, mapped, device};
   used += bytes;
   m.peak[device] = std::max(m.peak[device], used);
+  races::forget(p, bytes);
   *out = p;
   return ACL_SUCCESS;
 }
@@ -111,6 +112,43 @@ aclError check_copy(const void* dst, size_t room, const void* src, size_t bytes,
   if (bytes > 0 && from_device && !is_device_memory(src, bytes))
     return fail(ACL_ERROR_RT_PARAM_INVALID, "a copy's source is not inside one device allocation");
   return ACL_SUCCESS;
+}
+
+// What the race detector follows: device memory, and pinned host memory, which the device reads and writes too.
+bool is_followed(const void* p, size_t n) {
+  if (is_device_memory(p, n)) return true;
+  auto& m = memory();
+  std::lock_guard<std::mutex> lock(m.mutex);
+  const auto it = find_block(m.host, p);
+  return it != m.host.end() && reinterpret_cast<uintptr_t>(p) + n <= it->first + it->second;
+}
+
+Accesses accesses_of(const void* dst, const void* src, size_t bytes) {
+  Accesses accesses;
+  if (src != nullptr && is_followed(src, bytes)) accesses.push_back({src, bytes, 1, 0, 0, 0});
+  if (is_followed(dst, bytes)) accesses.push_back({dst, bytes, 1, 0, 1, 0});
+  return accesses;
+}
+
+Work copy(const char* name, void* dst, const void* src, size_t bytes, aclrtStream stream, Task run) {
+  Work work;
+  work.name = name;
+  work.run = std::move(run);
+  if (softnpu_wants_accesses(stream) != 0) work.accesses = accesses_of(dst, src, bytes);
+  return work;
+}
+
+const char* name_of(aclrtMemcpyKind kind) {
+  switch (kind) {
+    case ACL_MEMCPY_HOST_TO_DEVICE:
+      return "aclrtMemcpy host to device";
+    case ACL_MEMCPY_DEVICE_TO_HOST:
+      return "aclrtMemcpy device to host";
+    case ACL_MEMCPY_DEVICE_TO_DEVICE:
+      return "aclrtMemcpy device to device";
+    default:
+      return "aclrtMemcpy";
+  }
 }
 
 }  // namespace
@@ -140,6 +178,8 @@ SOFTNPU_API aclError aclrtFree(void* p) {
   // Queued work may still use the block; on the device freeing waits for it too.
   if (!on_stream_thread())
     for (auto* stream : streams_of_device(block.device)) stream->synchronize(-1);
+  races::forget(p, block.bytes);
+  forget_flags(p, block.bytes);
   std::lock_guard<std::mutex> lock(m.mutex);
   m.device.erase(reinterpret_cast<uintptr_t>(p));
   m.used[block.device] -= block.bytes;
@@ -151,6 +191,7 @@ SOFTNPU_API aclError aclrtMallocHost(void** out, size_t bytes) {
   *out = std::aligned_alloc(64, bytes);
   if (*out == nullptr) return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "out of pinned host memory");
   if (settings().poison >= 0) std::memset(*out, settings().poison, bytes);
+  races::forget(*out, bytes);
   auto& m = memory();
   std::lock_guard<std::mutex> lock(m.mutex);
   m.host[reinterpret_cast<uintptr_t>(*out)] = bytes;
@@ -190,26 +231,28 @@ SOFTNPU_API aclError aclrtGetMemInfo(aclrtMemAttr, size_t* free_bytes, size_t* t
 
 SOFTNPU_API aclError aclrtMemcpy(void* dst, size_t room, const void* src, size_t bytes, aclrtMemcpyKind kind) {
   if (const aclError e = check_copy(dst, room, src, bytes, kind)) return e;
+  if (races::on()) races::host_access(name_of(kind), accesses_of(dst, src, bytes));
   std::memmove(dst, src, bytes);
   return ACL_SUCCESS;
 }
 SOFTNPU_API aclError aclrtMemcpyAsync(void* dst, size_t room, const void* src, size_t bytes, aclrtMemcpyKind kind,
                                       aclrtStream stream) {
   if (const aclError e = check_copy(dst, room, src, bytes, kind)) return e;
-  stream_of(stream)->push([=] {
+  stream_of(stream)->push(copy(name_of(kind), dst, src, bytes, stream, [=] {
     if (const uint32_t us = settings().copy_delay_us) std::this_thread::sleep_for(std::chrono::microseconds(us));
     std::memmove(dst, src, bytes);
-  });
+  }));
   return ACL_SUCCESS;
 }
 SOFTNPU_API aclError aclrtMemset(void* dst, size_t room, int32_t value, size_t bytes) {
   if (bytes > room) return fail(ACL_ERROR_RT_PARAM_INVALID, "a fill is larger than its destination");
+  if (races::on()) races::host_access("aclrtMemset", accesses_of(dst, nullptr, bytes));
   std::memset(dst, value, bytes);
   return ACL_SUCCESS;
 }
 SOFTNPU_API aclError aclrtMemsetAsync(void* dst, size_t room, int32_t value, size_t bytes, aclrtStream stream) {
   if (bytes > room) return fail(ACL_ERROR_RT_PARAM_INVALID, "a fill is larger than its destination");
-  stream_of(stream)->push([=] { std::memset(dst, value, bytes); });
+  stream_of(stream)->push(copy("aclrtMemset", dst, nullptr, bytes, stream, [=] { std::memset(dst, value, bytes); }));
   return ACL_SUCCESS;
 }
 

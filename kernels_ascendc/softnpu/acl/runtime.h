@@ -23,6 +23,7 @@
 #include <thread>
 #include <vector>
 
+#include "races.h"
 #include "softnpu.h"
 
 #define SOFTNPU_API extern "C" __attribute__((visibility("default")))
@@ -42,6 +43,8 @@ struct Settings {
   std::atomic<uint32_t> copy_delay_us;  // SOFTNPU_COPY_DELAY_US
   std::atomic<uint64_t> seed;           // SOFTNPU_SEED
   std::atomic<uint32_t> max_delay_us;   // SOFTNPU_MAX_DELAY_US
+  std::atomic<bool> starve;             // SOFTNPU_SCHEDULE=starve
+  bool races;                           // SOFTNPU_RACES: the detector is on from the start
   std::atomic<uint64_t>
       schedule_epoch;  // counts softnpu_set_schedule calls; streams restart their task index on a change
 };
@@ -61,6 +64,44 @@ int device_or_default();  // current device, 0 before aclrtSetDevice
 
 // True once the process is exiting: every wait gives up, so that worker threads can be joined.
 bool exiting();
+
+// ---- work (stream.cpp)
+// --------------------------------------------------------------------------------------------- What became of a
+// stream, shared by the stream and by all who wait for what it was given.
+struct Fate {
+  std::atomic<bool> dead{false};     // it runs nothing any more
+  std::atomic<bool> stalled{false};  // it waits for one that is dead
+  bool over() const { return dead || stalled; }
+};
+
+// External events and memory flags: which record releases which wait. The first record goes with the first wait, and so on.
+class Pairs {
+ public:
+  races::MarkPtr of_record();
+  races::MarkPtr of_wait();
+  void reset();  // the signals that nobody has taken are gone
+
+ private:
+  std::mutex mutex_;
+  std::deque<races::MarkPtr> records_, waits_;  // the ones without a partner yet
+};
+
+void forget_flags(const void* address, size_t bytes);  // the memory is gone
+
+class Latch;
+
+// What a stream is given. While it captures, a node of a graph, from which every replay makes new work.
+struct Work {
+  enum class Kind { kTask, kRecord, kWait } kind = Kind::kTask;
+  Task run;
+  std::string name;              // tasks: shown in errors and races
+  Accesses accesses;             // tasks
+  bool finds_more{};             // tasks: calls softnpu_found_access when it runs
+  races::MarkPtr mark;           // records and waits
+  std::shared_ptr<Pairs> pairs;  // of an external event, instead of the mark
+  std::shared_ptr<Latch> latch;  // of an event inside a capture, instead of the mark
+  races::ItemPtr item;           // set when it is queued
+};
 
 // ---- graphs under capture (graph.cpp)
 // -------------------------------------------------------------------------------- A one-shot gate inside a graph: what
@@ -82,34 +123,39 @@ class Stream;
 
 // What one stream recorded into one graph, in issue order.
 struct Branch {
-  struct Node {
-    Task task;
-    std::shared_ptr<Latch> opens;  // set for a recorded event
-    std::shared_ptr<Latch> waits;  // set for a stream wait
-  };
   Graph* graph;
   Stream* stream;
-  std::vector<Node> nodes;
+  int32_t stream_id;
+  std::vector<Work> nodes;
   std::unique_ptr<Stream> worker;  // runs the branch at replay; the first branch runs on the replaying stream
 };
 
+// What the race detector knows of one replay: an item for every node of every branch.
+using ReplayItems = std::vector<std::vector<races::ItemPtr>>;
+
 class Graph {
  public:
-  explicit Graph(int device);
+  Graph(int device, aclmdlRICaptureMode mode);
   ~Graph();
   Branch* join(Stream* stream);  // the stream's branch, made when it is not part of the capture yet
-  void add_task(Branch* branch, Task task);
+  void add(Branch* branch, Work work);
   std::shared_ptr<Latch> add_record(Branch* branch);
   void add_wait(Branch* branch, std::shared_ptr<Latch> latch);
-  bool joined() const;      // every branch's work is waited for, directly or not, by the first branch
-  void end();               // detaches the streams
-  void replay(Stream& on);  // runs all branches; returns when all are done. Called on the thread of `on`
+  bool joined() const;                      // every branch's work is waited for, directly or not, by the first branch
+  void end();                               // detaches the streams
+  ReplayItems announce(int32_t stream_id);  // queues a replay with the race detector
+  // Runs all branches; returns when all are done. Called on the thread of `on`.
+  void replay(Stream& on, const ReplayItems& items);
   uint32_t id() const { return id_; }
   Stream* origin() const { return branches_.front()->stream; }
+  // Whether a call that ACL does not allow during this capture may be made by this thread.
+  bool forbids_this_thread(aclmdlRICaptureMode mode_of_thread) const;
 
  private:
   const int device_;
   const uint32_t id_;
+  const aclmdlRICaptureMode mode_;
+  const std::thread::id thread_;
   mutable std::mutex mutex_;  // guards the branches while several threads record
   std::mutex replaying_;      // one replay at a time, as on the device
   std::vector<std::unique_ptr<Branch>> branches_;
@@ -118,40 +164,100 @@ class Graph {
 
 // The capture with this id, or null when it has ended.
 Graph* active_capture(uint32_t id);
+// Whether a capture is under way during which this thread must not ask the device how far it is.
+bool capture_forbids_queries();
 
 // ---- streams (stream.cpp)
 // --------------------------------------------------------------------------------------------
+enum class Waited { kDone, kTimeout, kDead };
+
 class Stream {
  public:
   Stream(int device, int32_t id);
-  ~Stream();             // runs what is queued, then joins the thread
-  void push(Task task);  // queues, or records while capturing
+  ~Stream();                // runs what is queued, then joins the thread
+  void push(Work work);     // queues, or records while capturing
+  void enqueue(Work work);  // queues; the race detector knows it already, and no fault is injected
+  void replay(Graph* graph);
   bool idle();
-  bool synchronize(int32_t timeout_ms);  // < 0: for ever. False on timeout
-  void execute(Task& task);              // delay, run, turn an exception into a device error
-  void stop();                           // process exit: drop what is queued, join
+  Waited synchronize(int32_t timeout_ms);  // < 0: for ever
+  void execute(Work& work);                // delay, run, turn an exception into a device error
+  void stop();                             // process exit: drop what is queued, join
+
+  // Faults, see faults.cpp.
+  void hang();
+  void release();
+  void kill();
+  void fail_task(uint64_t nth);
+  void clear_faults();
+  void set_stalled(bool on);
 
   Branch* branch();  // null unless capturing
   void set_branch(Branch* b);
+  bool runnable() const;  // has something to run that waits for nobody
   int device() const { return device_; }
   int32_t id() const { return id_; }
+  const std::shared_ptr<Fate>& fate() const { return fate_; }
+  races::Lane lane() const { return {id_, 0, id_}; }
+  races::MarkPtr mark_end();  // a mark behind all that the stream has been given
+
+  std::atomic<bool> waiting{false};  // its thread waits for an event, a release or its turn
 
  private:
   void run();
+  void announce(Work& work);
+  void fail_if_planned(Work& work);
+  void put(Work work);  // with the mutex held
   const int device_;
   const int32_t id_;
+  const std::shared_ptr<Fate> fate_ = std::make_shared<Fate>();
   std::mutex mutex_;
   std::condition_variable work_, idle_;
-  std::deque<Task> queue_;
+  std::deque<Work> queue_;
+  std::atomic<size_t> load_{0};  // what is queued or running
   bool busy_ = false, stopping_ = false;
   Branch* branch_ = nullptr;
+  std::vector<std::shared_ptr<Latch>> holds_;
+  std::vector<Task> lost_;                        // records that a dead stream was given
+  std::vector<uint64_t> failing_;                 // numbers of the tasks that are to fail
+  uint64_t tasks_ = 0;                            // queued so far
   uint64_t schedule_epoch_ = 0, task_index_ = 0;  // touched by the executing thread only
   std::thread thread_;                            // started by the first task
 };
 Stream* stream_of(aclrtStream handle);  // null handle: the current device's default stream
 std::vector<Stream*> streams_of_device(int device);
+std::vector<Stream*> all_streams();
 int32_t next_stream_id();
+Stream* this_stream();  // whose thread this is, or null
 bool on_stream_thread();
+
+// For as long as it lives, the calling stream or host thread waits for another stream.
+class Waiting {
+ public:
+  Waiting();
+  ~Waiting();
+  bool over() const;  // it waits in vain: the process exits, or the stream has died
+
+ private:
+  Stream* const stream_;
+  const bool outer_;
+};
+
+// ---- schedule (schedule.cpp)
+// ------------------------------------------------------------------------------------------ The adversarial schedule:
+// called by the stream's thread before each task.
+void wait_for_turn(Stream& stream, uint64_t task_index);
+uint64_t mix(uint64_t x);
+void schedule_changed();  // a stream or a host thread began or ended to wait, or a stream ran out of work
+extern std::atomic<int> hosts_waiting;
+
+// ---- faults (faults.cpp)
+// ---------------------------------------------------------------------------------------------- The error that this
+// call is to return, or success. `stream`: null for a call without one.
+enum class Call { kCreate, kRecord, kWait, kQuery, kCount };
+aclError injected_error(Call call, const Stream* stream);
+bool task_is_to_fail(int32_t stream_id, uint64_t task);
+void count_injected_fault();
+aclError dead_stream(int32_t stream_id);
 
 // ---- memory (memory.cpp)
 // --------------------------------------------------------------------------------------------- True when [p, p + n)

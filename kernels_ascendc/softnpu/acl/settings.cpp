@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 //
-// Settings, read from the environment once, and the adversarial schedule. A value that cannot be read stops the
+// Settings, read from the environment once. A value that cannot be read stops the
 // process: a test that believes it runs on 512 MB must not run on the default.
 #include <cstdarg>
 #include <cstdio>
@@ -44,14 +44,14 @@ Settings* read_settings() {
   s->seed = read_number("SOFTNPU_SEED", 0, 0, UINT64_MAX);
   s->max_delay_us = static_cast<uint32_t>(read_number("SOFTNPU_MAX_DELAY_US", 200, 1, 60'000'000));
   s->schedule_epoch = 1;
+  const char* schedule = std::getenv("SOFTNPU_SCHEDULE");
+  s->starve = schedule != nullptr && std::strcmp(schedule, "starve") == 0;
+  if (schedule != nullptr && *schedule != '\0' && !s->starve && std::strcmp(schedule, "delay") != 0) {
+    std::fprintf(stderr, "softnpu: SOFTNPU_SCHEDULE=%s: expected delay or starve\n", schedule);
+    std::exit(2);
+  }
+  s->races = read_number("SOFTNPU_RACES", 0, 0, 1) != 0;
   return s;
-}
-
-uint64_t mix(uint64_t x) {  // splitmix64 finaliser
-  x += 0x9E3779B97F4A7C15ull;
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
-  return x ^ (x >> 31);
 }
 
 }  // namespace
@@ -72,18 +72,5 @@ void trace(const char* format, ...) {
 }
 
 }  // namespace softnpu
-
-SOFTNPU_API uint32_t softnpu_schedule_delay_us(uint64_t seed, uint32_t max_us, int32_t stream_id, uint64_t task_index) {
-  if (seed == 0) return 0;
-  const uint64_t h = softnpu::mix(seed ^ softnpu::mix(static_cast<uint64_t>(stream_id) ^ softnpu::mix(task_index)));
-  return static_cast<uint32_t>(h % (static_cast<uint64_t>(max_us) + 1));
-}
-
-SOFTNPU_API void softnpu_set_schedule(uint64_t seed, uint32_t max_us) {
-  auto& s = softnpu::settings();
-  s.max_delay_us = max_us;
-  s.seed = seed;
-  ++s.schedule_epoch;
-}
 
 SOFTNPU_API void softnpu_set_copy_delay_us(uint32_t us) { softnpu::settings().copy_delay_us = us; }

@@ -33,7 +33,12 @@ void copy_bytes(const at::Tensor& dst, const at::Tensor& src, aclrtMemcpyKind ki
 void convert_on_device(const at::Tensor& dst, const at::Tensor& src, const CurrentStream& stream) {
   Aliases aliases;
   const at::Tensor to = aliases.of(dst), from = aliases.of(src);
-  stream.push([to, from] {
+  Accesses accesses;
+  if (stream.wants_accesses()) {
+    add_access(src, false, &accesses);
+    add_access(dst, true, &accesses);
+  }
+  stream.push("aten::copy_", accesses, [to, from] {
     c10::InferenceMode guard;
     to.copy_(from);
   });

@@ -127,6 +127,12 @@ struct Call {
     const auto* alias = schema.arguments()[argument].alias_info();
     return alias != nullptr && alias->isWrite();
   }
+  Accesses accesses() const {
+    Accesses all;
+    for (size_t i = 0; i < arguments.size(); ++i)
+      each_tensor_of(i, [&](const at::Tensor& t) { add_access(t, writes(i), &all); });
+    return all;
+  }
   bool is_out(size_t argument) const { return writes(argument) && schema.arguments()[argument].is_out(); }
 
   // Whether another argument has the storage of this one, which is a tensor.
@@ -325,6 +331,8 @@ std::vector<at::Tensor> flat_tensors(const Stack& values) {
 // Out arguments take the shape that the meta kernel gave theirs.
 void queue(const Call& call, const CurrentStream& stream, const Stack& metas, Stack* stack) {
   Aliases aliases;
+  Accesses accesses;
+  const bool wanted = stream.wants_accesses();
   auto targets = std::make_shared<std::vector<at::Tensor>>();  // CPU views of the new results
   auto sources = std::make_shared<std::vector<size_t>>();      // which return values the new results come from
   for (size_t i = 0; i < metas.size(); ++i) {
@@ -344,15 +352,20 @@ void queue(const Call& call, const CurrentStream& stream, const Stack& metas, St
       }
       at::Tensor result = allocate_like(meta, call.device);
       targets->push_back(aliases.of(result));
+      if (wanted) add_access(result, true, &accesses);
       return result;
     }));
+  }
+  if (wanted) {
+    const Accesses given = call.accesses();
+    accesses.insert(accesses.end(), given.begin(), given.end());
   }
   auto arguments = std::make_shared<Stack>(cpu_arguments(call, aliases, true));
   auto written = std::make_shared<std::vector<WrittenView>>();
   for (size_t i = 0; i < call.arguments.size(); ++i)
     if (call.writes(i)) call.each_tensor_of(i, [&](const at::Tensor& t) { written->emplace_back(aliases.of(t)); });
   const OperatorHandle op = call.cpu_op;
-  stream.push([op, arguments, targets, sources, written, name = call.full_name] {
+  stream.push(call.full_name, accesses, [op, arguments, targets, sources, written, name = call.full_name] {
     c10::InferenceMode guard;
     const auto failed = [&](const char* why) { throw std::runtime_error(name + ": " + why); };
     try {
@@ -377,7 +390,10 @@ void queue(const Call& call, const CurrentStream& stream, const Stack& metas, St
 void run_now(const Call& call, const CurrentStream& stream, Stack* stack) {
   TORCH_CHECK(!stream.capturing(), call.full_name,
               " cannot be captured: its result depends on data, or it has no meta kernel");
+  const bool wanted = stream.wants_accesses();
+  if (wanted) stream.ran(call.full_name, call.accesses());
   stream.synchronize(call.full_name);
+  Accesses results;  // of memory that the call allocates
   Aliases aliases;
   Stack values = cpu_arguments(call, aliases, false);
   // Out arguments may be resized by the kernel: they get memory of their own, and are copied to the device. Not those
@@ -412,6 +428,7 @@ void run_now(const Call& call, const CurrentStream& stream, Stack* stack) {
   }
   for (auto& [out, result] : outs) {
     if (out.sizes() != result.sizes()) out.resize_(result.sizes());
+    if (wanted) add_access(out, true, &results);
     c10::InferenceMode guard;
     Aliases target;
     target.of(out).copy_(result);
@@ -424,12 +441,16 @@ void run_now(const Call& call, const CurrentStream& stream, Stack* stack) {
     stack->push_back(map_value(values[i], c10::DeviceType::PrivateUse1, [&](const at::Tensor& t) -> at::Tensor {
       if (!t.defined()) return t;
       at::Tensor result = allocate_like(t, call.device);
+      if (wanted) add_access(result, true, &results);
       c10::InferenceMode guard;
       Aliases target;
       target.of(result).copy_(t);
       return result;
     }));
   }
+  if (results.empty()) return;
+  stream.ran(call.full_name, results);
+  stream.synchronize(call.full_name);  // the host has seen it done
 }
 
 }  // namespace

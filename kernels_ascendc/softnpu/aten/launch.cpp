@@ -14,10 +14,17 @@ CurrentStream::CurrentStream(c10::DeviceIndex device)
     : stream_(c10_npu::getCurrentNPUStream(device).unwrap()),
       handle_(c10_npu::getCurrentNPUStream(device).stream(true)) {}
 
-void CurrentStream::push(std::function<void()> task) const {
-  softnpu_push(
-      handle_, [](void* f) { (*static_cast<std::function<void()>*>(f))(); }, new std::function<void()>(std::move(task)),
-      [](void* f) { delete static_cast<std::function<void()>*>(f); });
+bool CurrentStream::wants_accesses() const { return softnpu_wants_accesses(handle_) != 0; }
+
+void CurrentStream::push(const std::string& name, const Accesses& accesses, std::function<void()> task) const {
+  softnpu_push_task(
+      handle_, name.c_str(), [](void* f) { (*static_cast<std::function<void()>*>(f))(); },
+      new std::function<void()>(std::move(task)), [](void* f) { delete static_cast<std::function<void()>*>(f); },
+      accesses.data(), accesses.size(), 0);
+}
+
+void CurrentStream::ran(const std::string& name, const Accesses& accesses) const {
+  if (!accesses.empty()) softnpu_stream_access(handle_, name.c_str(), accesses.data(), accesses.size());
 }
 
 void CurrentStream::synchronize(const std::string& why) const {

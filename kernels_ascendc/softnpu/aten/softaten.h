@@ -13,10 +13,12 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <softnpu.h>
 
 #include <functional>
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 namespace softaten {
 
@@ -35,11 +37,17 @@ class Aliases {
 // A tensor on the meta device with the layout and dtype of `t`.
 at::Tensor meta_of(const at::Tensor& t);
 
+// The memory that a task touches, for the race detector (accesses.cpp). Adds a device tensor's; others have none.
+using Accesses = std::vector<SoftnpuAccess>;
+void add_access(const at::Tensor& t, bool writes, Accesses* out);
+
 // The current stream of a device (launch.cpp).
 class CurrentStream {
  public:
   explicit CurrentStream(c10::DeviceIndex device);
-  void push(std::function<void()> task) const;
+  bool wants_accesses() const;
+  void push(const std::string& name, const Accesses& accesses, std::function<void()> task) const;
+  void ran(const std::string& name, const Accesses& accesses) const;  // the caller does the stream's work itself
   void synchronize(const std::string& why) const;  // raises with the text of a failed task, and inside a capture
   bool capturing() const;
   void* handle() const { return handle_; }

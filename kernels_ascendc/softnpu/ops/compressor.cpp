@@ -17,6 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -295,6 +296,26 @@ class Launch {
     count(Stat::rows_emitted, emitted_);
     count(Stat::rows_poisoned, a_.out.shape[0] - emitted_);
     return faults_.report();
+  }
+
+  void pages(void (*seen)(void*, int64_t, int), void* context) {
+    if (a_.x.shape[0] == 0 || !plan_requests()) return;
+    plan_saves();
+    std::set<int64_t> read, written;
+    for (const int64_t row : target_)
+      if (row != kUnmapped) written.insert(row / page_rows_);
+    for (size_t b = 0; b < requests_.size(); ++b) {
+      const Request& r = requests_[b];
+      for (int64_t window = r.window; window < r.window + r.windows && reaches_back(r, window); ++window) {
+        for (int64_t at = window_begin(window); at < std::min((window + 1) * ratio_, r.start); ++at) {
+          bool fault = false;
+          const int64_t row = physical_row(static_cast<int64_t>(b), at, "read", fault);
+          if (!fault) read.insert(row / page_rows_);
+        }
+      }
+    }
+    for (const int64_t page : read) seen(context, page, 0);
+    for (const int64_t page : written) seen(context, page, 1);
   }
 
  private:
@@ -631,6 +652,10 @@ int softnpu_compressor_run(const SoftnpuCompressorArgs* args) {
     refuse(std::string("compressor: ") + error.what());
     return SOFTNPU_FAULT;
   }
+}
+
+void softnpu_compressor_pages(const SoftnpuCompressorArgs* args, void (*seen)(void*, int64_t, int), void* context) {
+  Launch(*args).pages(seen, context);
 }
 
 int softnpu_project(const SoftnpuTensor* x, const SoftnpuTensor* weight, const SoftnpuTensor* out, int64_t threads) {

@@ -51,6 +51,10 @@ int softnpu_compressor_check(SoftnpuCompressorArgs* args);
 // Runs a checked launch. SOFTNPU_OK or SOFTNPU_FAULT.
 int softnpu_compressor_run(const SoftnpuCompressorArgs* args);
 
+// Calls seen(context, page, writes) for every page of the state cache that the launch reads or writes, as the table on
+// the device says when it is called; once for each page and direction. Faulty arguments are passed over.
+void softnpu_compressor_pages(const SoftnpuCompressorArgs* args, void (*seen)(void*, int64_t, int), void* context);
+
 // out[m][n] = sum over k of x[m][k] * weight[n][k] with the operator's own kernel; contiguous, x and weight of the
 // same float type, out float32. For tests of the projection alone.
 int softnpu_project(const SoftnpuTensor* x, const SoftnpuTensor* weight, const SoftnpuTensor* out, int64_t threads);

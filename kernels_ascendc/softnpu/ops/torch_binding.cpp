@@ -4,13 +4,14 @@
 // torch.ops._C_ascend.{compressor, compressor_metadata, compressor_metadata_out} with the schemas of vllm-ascend
 // 0.23.0, and torch.ops.softnpu.* for waivers, options and counters.
 //
-//   PrivateUse1  checks on the host, then queues the body on the current stream (softnpu_push): cu_seqlens, start_pos
+//   PrivateUse1  checks on the host, then queues the body on the current stream (softnpu_push_task): cu_seqlens,
+//   start_pos
 //                and the tables are read when the stream gets there, as by a real launch. Tensors are taken by address:
 //                what keeps them valid is the stream order of the caching allocator, here as there. A fault is thrown
 //                by the body and becomes an error of the device, reported at the next synchronisation.
 //   CPU          the same body, at once; a fault is a RuntimeError.
 //   Meta         the shapes of the stock meta functions (none for compressor_metadata_out, which has none).
-// The stream comes from c10 and softnpu_push from libascendcl.so at run time, so this library also loads without
+// The stream comes from c10 and softnpu_push_task from libascendcl.so at run time, so this library also loads without
 // either.
 
 #include <ATen/ATen.h>
@@ -24,6 +25,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "compressor.h"
@@ -82,19 +84,92 @@ std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
 
 // ---------------------------------------------------------------------------------------------- launching
 
-using PushFunction = decltype(&softnpu_push);
+// What this library uses of the software NPU.
+struct Device {
+  decltype(&softnpu_push_task) push;
+  decltype(&softnpu_wants_accesses) wants_accesses;
+  decltype(&softnpu_found_access) found_access;
+  decltype(&softnpu_races_on) races_on;
+};
 
-PushFunction push_function() {
-  static const PushFunction found = [] {
+const Device& software_npu() {
+  static const Device found = [] {
     // torch loads it with local scope, so the default search order does not see it.
     void* library = dlopen("libascendcl.so", RTLD_NOW | RTLD_NOLOAD);
-    return library ? reinterpret_cast<PushFunction>(dlsym(library, "softnpu_push")) : nullptr;
+    const auto symbol = [library](auto*& function, const char* name) {
+      if (library != nullptr)
+        function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
+    };
+    Device device{};
+    symbol(device.push, "softnpu_push_task");
+    symbol(device.wants_accesses, "softnpu_wants_accesses");
+    symbol(device.found_access, "softnpu_found_access");
+    symbol(device.races_on, "softnpu_races_on");
+    return device;
   }();
-  TORCH_CHECK(found != nullptr,
-              "softnpu: libascendcl.so is not the software NPU (no softnpu_push): start the process with "
+  TORCH_CHECK(found.push != nullptr,
+              "softnpu: libascendcl.so is not the software NPU (no softnpu_push_task): start the process with "
               "python -m afd_dsv4.softnpu -- CMD");
   return found;
 }
+
+// The bytes of a tensor, for the race detector: dense, or rows of one length and distance; else all it spans.
+void add_access(const SoftnpuTensor& t, bool writes, std::vector<SoftnpuAccess>* out) {
+  if (!t.present) return;
+  const int64_t size = t.dtype == SOFTNPU_FLOAT32 || t.dtype == SOFTNPU_INT32 ? 4 : 2;
+  int64_t run = 1, span = 1, rows = 1, stride = 0;
+  bool regular = true;
+  for (int i = t.dims - 1; i >= 0; --i) {
+    if (t.shape[i] == 0) return;
+    if (t.shape[i] == 1) continue;
+    span += (t.shape[i] - 1) * t.stride[i];
+    if (rows == 1 && t.stride[i] == run) {
+      run *= t.shape[i];
+    } else if (rows == 1 || t.stride[i] == rows * stride) {
+      if (rows == 1) stride = t.stride[i];
+      rows *= t.shape[i];
+    } else {
+      regular = false;
+    }
+  }
+  const auto bytes = [&](int64_t elements) { return static_cast<uint64_t>(elements * size); };
+  out->push_back(regular ? SoftnpuAccess{t.data, bytes(run), static_cast<uint64_t>(rows), bytes(stride), writes, 0}
+                         : SoftnpuAccess{t.data, bytes(span), 1, 0, writes, 0});
+}
+
+// What a queued body is known to touch; the pages of the compressor's state are known when it runs.
+std::vector<SoftnpuAccess> accesses_of(const SoftnpuCompressorArgs& a) {
+  std::vector<SoftnpuAccess> all;
+  for (const SoftnpuTensor* t : {&a.x, &a.wkv, &a.wgate, &a.ape, &a.norm_weight, &a.rope_sin, &a.rope_cos,
+                                 &a.state_block_table, &a.cu_seqlens, &a.start_pos})
+    add_access(*t, false, &all);
+  add_access(a.out, true, &all);
+  return all;
+}
+std::vector<SoftnpuAccess> accesses_of(const SoftnpuMetadataArgs& a) {
+  std::vector<SoftnpuAccess> all;
+  for (const SoftnpuTensor* t : {&a.rope_cos, &a.rope_sin, &a.cu_seqlens, &a.start_pos, &a.kv_block_table})
+    add_access(*t, false, &all);
+  for (const SoftnpuTensor* t : {&a.compress_cos, &a.compress_sin, &a.slot_mapping}) add_access(*t, true, &all);
+  return all;
+}
+
+void find_more(const SoftnpuCompressorArgs& args) {
+  softnpu_compressor_pages(
+      &args,
+      [](void* context, int64_t page, int writes) {
+        const SoftnpuTensor& state = static_cast<const SoftnpuCompressorArgs*>(context)->state_cache;
+        const SoftnpuAccess access{static_cast<const float*>(state.data) + page * state.stride[0],
+                                   static_cast<uint64_t>(state.shape[1] * state.shape[2]) * sizeof(float),
+                                   1,
+                                   0,
+                                   writes,
+                                   0};
+        software_npu().found_access(&access, 1);
+      },
+      const_cast<SoftnpuCompressorArgs*>(&args));
+}
+void find_more(const SoftnpuMetadataArgs&) {}
 
 template <typename Args>
 struct Body {
@@ -105,18 +180,25 @@ struct Body {
 template <typename Args>
 void run_body(void* pointer) {
   const auto* body = static_cast<Body<Args>*>(pointer);
+  if (software_npu().races_on() != 0) find_more(body->args);
   if (body->run(&body->args) != SOFTNPU_OK) throw std::runtime_error(softnpu_last_error());
 }
 
 template <typename Args>
-void launch(const at::Device& device, int (*run)(const Args*), const Args& args) {
+void launch(const char* name, const at::Device& device, int (*run)(const Args*), const Args& args) {
   if (device.is_cpu()) {
     TORCH_CHECK(run(&args) == SOFTNPU_OK, softnpu_last_error());
     return;
   }
   const c10::impl::VirtualGuardImpl guard(device.type());
-  push_function()(guard.getStream(device).native_handle(), run_body<Args>, new Body<Args>{args, run},
-                  [](void* pointer) { delete static_cast<Body<Args>*>(pointer); });
+  void* stream = guard.getStream(device).native_handle();
+  const Device& npu = software_npu();
+  std::vector<SoftnpuAccess> accesses;
+  if (npu.wants_accesses(stream) != 0) accesses = accesses_of(args);
+  npu.push(
+      stream, name, run_body<Args>, new Body<Args>{args, run},
+      [](void* pointer) { delete static_cast<Body<Args>*>(pointer); }, accesses.data(), accesses.size(),
+      std::is_same_v<Args, SoftnpuCompressorArgs>);
 }
 
 // ---------------------------------------------------------------------------------------------- compressor
@@ -179,7 +261,7 @@ Tensor compressor(const Tensor& x, const Tensor& wkv, const Tensor& wgate, Tenso
   args.cache_mode = cache_mode;
   args.norm_eps = norm_eps;
   TORCH_CHECK(softnpu_compressor_check(&args) == SOFTNPU_OK, softnpu_last_error());
-  launch(x.device(), softnpu_compressor_run, args);
+  launch("_C_ascend::compressor", x.device(), softnpu_compressor_run, args);
   return out;
 }
 
@@ -220,7 +302,7 @@ ThreeTensors compressor_metadata_out(const Tensor& rope_cos, const Tensor& rope_
   args.compress_ratio = compress_ratio;
   args.num_reqs_actual = num_reqs_actual;
   TORCH_CHECK(softnpu_metadata_check(&args) == SOFTNPU_OK, softnpu_last_error());
-  launch(rope_cos.device(), softnpu_metadata_run, args);
+  launch("_C_ascend::compressor_metadata", rope_cos.device(), softnpu_metadata_run, args);
   return {compress_cos, compress_sin, slot_mapping};
 }
 

@@ -7,6 +7,8 @@ The truth is the definition in `compressor/reference.py`, computed from the whol
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,35 +43,12 @@ class Request:
     position: int = 0
 
 
-class World:
-    """A runtime with weights, requests and the truth about them.
+class Truth:
+    """Weights and RoPE tables of a model, and requests with the rows that the definition gives for them."""
 
-    Args:
-        seed: of weights and tokens.
-        geometry: the model.
-        length: tokens of a request.
-        block_size: of the page layout.
-        cls: makes the runtime.
-        limits: more arguments of the runtime.
-    """
-
-    def __init__(
-        self,
-        seed: int,
-        *,
-        geometry: ModelGeometry = LAYERS,
-        length: int = LENGTH,
-        block_size: int = 128,
-        cls: type[StockRuntime] = StockRuntime,
-        **limits: Any,
-    ) -> None:
-        self.geometry = geometry
+    def __init__(self, seed: int, geometry: ModelGeometry, length: int) -> None:
         self.length = length
-        self.layout = page_layout("vllm-ascend-0.23.0", block_size)
-        limits = {"max_num_seqs": 3, "max_num_batched_tokens": 3 * length, "device": "npu", **limits}
-        self.runtime = cls(geometry, self.layout, **limits)
-        generator = torch.Generator().manual_seed(seed)
-        self.generator = generator
+        self.generator = generator = torch.Generator().manual_seed(seed)
         self.weights = {}
         for compressor in geometry.compressors:
             wide = compressor.kind.coff * compressor.head_dim
@@ -80,19 +59,17 @@ class World:
                 norm_weight=torch.randn(compressor.head_dim, generator=generator).bfloat16(),
                 norm_eps=1e-6,
             )
-        self.on_device = {
-            key: replace(w, wkv=w.wkv.npu(), wgate=w.wgate.npu(), ape=w.ape.npu(), norm_weight=w.norm_weight.npu())
-            for key, w in self.weights.items()
-        }
         cos, sin = reference.rope_table(np.arange(length, dtype=np.int64))
         self.cos, self.sin = torch.from_numpy(cos).bfloat16(), torch.from_numpy(sin).bfloat16()
-        self.streams = [torch.npu.Stream(), torch.npu.Stream()]
-        self.different = 0
-        self.compared = 0
-        self.pending: list[tuple[Compressor, Sequence[RequestChunk], torch.Tensor]] = []
-        self.keep: list[torch.Tensor] = []  # queued work does not keep its arguments
+        self._requests: list[Request] = []
 
-    def request(self) -> Request:
+    def request(self, index: int) -> Request:
+        """The request of that number, at its beginning."""
+        while len(self._requests) <= index:
+            self._requests.append(self._make())
+        return replace(self._requests[index])
+
+    def _make(self) -> Request:
         x = torch.randn(self.length, HIDDEN, generator=self.generator).bfloat16()
         rows = {}
         for (layer, kind), weights in self.weights.items():
@@ -114,6 +91,53 @@ class World:
             bits = reference.bfloat16_bits(compressed).view(np.int16)
             rows[layer, kind] = torch.from_numpy(bits).view(torch.bfloat16)
         return Request(x, rows)
+
+
+truth = functools.lru_cache(maxsize=4)(Truth)  # most of a small test's time
+
+
+class World:
+    """A runtime with weights, requests and the truth about them.
+
+    Args:
+        seed: of weights and tokens; worlds with one seed share them.
+        geometry: the model.
+        length: tokens of a request.
+        block_size: of the page layout.
+        cls: makes the runtime.
+        limits: more arguments of the runtime.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        geometry: ModelGeometry = LAYERS,
+        length: int = LENGTH,
+        block_size: int = 128,
+        cls: type[StockRuntime] = StockRuntime,
+        **limits: Any,
+    ) -> None:
+        self.geometry = geometry
+        self.layout = page_layout("vllm-ascend-0.23.0", block_size)
+        limits = {"max_num_seqs": 3, "max_num_batched_tokens": 3 * length, "device": "npu", **limits}
+        self.runtime = cls(geometry, self.layout, **limits)
+        self.truth = truth(seed, geometry, length)
+        self.cos, self.sin = self.truth.cos, self.truth.sin
+        self.on_device = {
+            key: replace(w, wkv=w.wkv.npu(), wgate=w.wgate.npu(), ape=w.ape.npu(), norm_weight=w.norm_weight.npu())
+            for key, w in self.truth.weights.items()
+        }
+        self.streams = [torch.npu.Stream(), torch.npu.Stream()]
+        self.different = 0
+        self.compared = 0
+        self.pending: list[tuple[Compressor, Sequence[RequestChunk], torch.Tensor]] = []
+        self.keep: list[torch.Tensor] = []  # queued work does not keep its arguments
+        self._requests = itertools.count()
+
+    def request(self) -> Request:
+        """The next request."""
+        return self.truth.request(next(self._requests))
 
     def forward(self, requests: Mapping[str, Request], chunks: Sequence[RequestChunk], **how: Any) -> None:
         """One forward, compared."""
@@ -153,9 +177,11 @@ class World:
         stream: Any,
         rows: slice = slice(None),
     ) -> None:
-        """One launch on a stream, whose rows `check_all` compares."""
+        """One launch on a stream, whose rows `check_all` compares. The host waits for copies on its own stream only."""
+        layer, kind = compressor.layer, compressor.kind
+        args = self.arguments(requests, chunks, kind)
         with torch.npu.stream(stream):
-            out = self.launch(execution, requests, chunks, compressor.layer, compressor.kind, rows)
+            out = execution.compress(layer, kind, args[0], self.on_device[layer, kind], *args[1:], rows)
         self.pending.append((compressor, chunks, out))
 
     def check_all(self, requests: Mapping[str, Request], streams: Sequence[Any] = ()) -> None:
@@ -178,7 +204,6 @@ class World:
         rows: slice,
     ) -> torch.Tensor:
         args = self.arguments(requests, split, kind)
-        self.keep += args
         return execution.compress(layer, kind, args[0], self.on_device[layer, kind], *args[1:], rows)
 
     def arguments(
@@ -191,7 +216,9 @@ class World:
         padded = min(len(x), len(x) // ratio + len(split)) - len(windows)
         at = torch.tensor(windows + [0] * padded, dtype=torch.int64)
         lengths = torch.tensor([0] + [c.tokens for c in split]).cumsum(0).int()
-        return [t.npu() for t in (x, self.cos[at], self.sin[at], lengths)]
+        found = [t.npu() for t in (x, self.cos[at], self.sin[at], lengths)]
+        self.keep += found
+        return found
 
     def check(
         self,

@@ -284,6 +284,34 @@ def replayed_on_two_streams(seed: int, *, ordered: bool) -> int:
     return world.different
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_replay_on_another_stream_than_its_upload_follows_it(ordered: bool) -> None:
+    world = World(0, graphs=[("decode",)])
+    load = Load(world)
+    load.prompts()
+    graph = Graph(world, "decode", [1, 1, 1]).capture()
+    load.check()
+    chunks = load.chunks(dict.fromkeys("abc", 1))
+    graph.write(load.requests, chunks)
+    torch.npu.synchronize()
+    world.runtime.arena.ordered = ordered
+    softnpu.set_race_detection(True)
+    try:
+        with torch.npu.stream(world.streams[0]):
+            execution = world.runtime.begin_replay("decode", chunks)
+        with torch.npu.stream(world.streams[1]), execution:
+            execution.replay(graph.graph)
+        torch.npu.synchronize()
+        found = softnpu.races()
+    finally:
+        softnpu.set_race_detection(False)
+        softnpu.clear_races()
+    assert bool(found) != ordered, found
+    if ordered:
+        world.pending += [(compressor, chunks, out.clone()) for compressor, out in graph.outputs.items()]
+        load.check()
+
+
 def test_a_capture_asks_no_event_while_other_work_is_pending_and_refuses_what_would() -> None:
     world = World(0, graphs=[("decode",), ("other",)])
     runtime = world.runtime

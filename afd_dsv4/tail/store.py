@@ -75,7 +75,7 @@ class StepPlan:
         Means these requests as planned: one that has ended and started anew since then is another.
         """
         for holder in self.holders:
-            holder.void = why
+            holder.void = holder.void or why  # what came first is the cause
 
 
 @dataclass

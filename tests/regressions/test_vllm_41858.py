@@ -39,8 +39,7 @@ def test_the_first_batch_of_the_second_slot_may_be_the_largest() -> None:
     store, pool = TailStore({4: SHAPE}, max_num_seqs=SEQS, slots=2), SymbolicPool(SHAPE)
     pages = store.pages(4)
     forward(store, pool, chunks(0, 5)[:1], 0)  # the warm-up: one request, one uBatch
-    for request in ("0",):
-        store.end(RequestId(request))
+    store.end(RequestId("0"))
     forward(store, pool, chunks(0, 15), 1)
     forward(store, pool, chunks(15, 500), 1)
     assert store.pages(4) == pages

@@ -6,7 +6,8 @@ Symptom: wrong precision after replays; the second layer overwrites what the fir
 memory.
 Here: two captured layers in one slot follow each other by captured events, which the arena keeps; whatever handle is
 dropped, every replay reads its own. With the real NPUGraph: tests/integration/test_stock_graphs.py
-(test_a_capture_on_two_streams_keeps_their_order_at_every_replay, test_what_a_graph_uses_outlives_every_handle...).
+(test_a_capture_on_two_streams_keeps_their_order_at_every_replay,
+test_what_a_graph_uses_outlives_every_handle_until_the_runtime_is_closed).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 import json
 import reprlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -54,18 +55,18 @@ class Trace:
     def __init__(self, capacity: int | None = 65536) -> None:
         if capacity is not None and capacity < 2:
             raise ValueError(f"a trace keeps at least two records, got capacity {capacity}; None keeps all")
-        self._half = None if capacity is None else capacity // 2
+        self._half = sys.maxsize if capacity is None else capacity // 2
         self._old: list[Record] = []
         self._new: list[Record] = []
         self._dropped = 0
         self.note: Callable[[Record], None] = self._new.append
 
-    def add(self, op: str, *fields: Any) -> None:
-        """Keep one record with its time. The lock under which the order is made must be held, as for `note`."""
-        if self._half is not None and len(self._new) >= self._half:
+    def add(self, *record: Any) -> None:
+        """Keep `op, *fields` with its time. The lock under which the order is made must be held, as for `note`."""
+        if len(self._new) >= self._half:
             self._dropped += len(self._old)
             self._turn(self._new)
-        self.note((perf_counter_ns(), op, *fields))
+        self.note((perf_counter_ns(), record))  # as it came: to unpack it here costs as much as all the rest
 
     def records(self) -> list[Record]:
         """What is kept, oldest first, each with a time: those without one lie evenly between those with one.
@@ -79,7 +80,7 @@ class Trace:
             if isinstance(record[0], str):
                 noted.append(record)
                 continue
-            now, op, *fields = record
+            now, (op, *fields) = record
             found += _between(now if last is None else last, now, noted)
             if op == "acquire":
                 fields[2] = str(fields[2])

@@ -36,23 +36,23 @@ struct EventState {
     std::lock_guard<std::mutex> lock(mutex);
     return timestamp_us;
   }
-  // Until the condition holds; false when it never will, because the waiting stream or `recorder` is dead. A stream
-  // whose event never comes stays where it is, and says so to those who synchronise with it.
+  // Until the condition holds; false when it never will. A host thread gives up when the stream of the record is over;
+  // a stream stays where it is, and who synchronises with it finds out.
   template <class Condition>
-  bool wait(Condition condition, const Fate* recorder) {
+  bool wait(Condition condition, const std::shared_ptr<Fate>& recorder) {
     const Waiting waiting;
     Stream* own = this_stream();
     std::unique_lock<std::mutex> lock(mutex);
-    bool stalled = false;
-    while (!condition()) {
-      if (waiting.over()) return false;
-      const bool lost = recorder != nullptr && recorder->over();
-      if (lost && own == nullptr) return false;
-      if (lost != stalled && own != nullptr) own->set_stalled(stalled = lost);
+    if (condition()) return true;
+    if (own != nullptr) own->fate()->wait_for(recorder);
+    int lost = 0;
+    while (!condition() && !waiting.over() && lost < 3) {
       changed.wait_for(lock, std::chrono::milliseconds(20));
+      // Once it has lasted: what the stream did last may still be under way.
+      lost = own == nullptr && recorder != nullptr && recorder->over() ? lost + 1 : 0;
     }
-    if (stalled) own->set_stalled(false);
-    return true;
+    if (own != nullptr) own->fate()->wait_for(nullptr);
+    return condition();
   }
 };
 
@@ -246,7 +246,7 @@ SOFTNPU_API aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent 
     return fail(ACL_ERROR_RT_CAPTURE_DEPENDENCY,
                 "a capturing stream cannot wait for an event recorded outside the capture");
   }
-  work.run = [state, generation, fate] { state->wait([&] { return state->done >= generation; }, fate.get()); };
+  work.run = [state, generation, fate] { state->wait([&] { return state->done >= generation; }, fate); };
   stream->push(std::move(work));
   return ACL_SUCCESS;
 }
@@ -289,7 +289,7 @@ SOFTNPU_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
     fate = state->fate;
     mark = state->mark;
   }
-  if (!state->wait([&] { return state->done >= generation; }, fate.get()) && !exiting())
+  if (!state->wait([&] { return state->done >= generation; }, fate) && !exiting())
     return fail(ACL_ERROR_RT_TS_ERROR, "the event was recorded on a stream that is dead (an injected fault)");
   races::host_passed(mark);
   return take_device_error(state->device);

@@ -32,7 +32,8 @@ Faults& faults() {
   return *f;
 }
 
-std::atomic<bool> g_any{false};  // whether there is anything to look for
+std::atomic<uint64_t> g_epoch{0};  // counts set_fault_rate calls; streams count their tasks anew on a change
+std::atomic<bool> g_any{false};    // whether there is anything to look for
 std::atomic<uint64_t> g_injected{0};
 
 bool drawn(const Faults& f, size_t kind, uint64_t a, uint64_t b) {
@@ -81,6 +82,7 @@ bool task_is_to_fail(int32_t stream_id, uint64_t task) {
   return drawn(f, kTask, static_cast<uint64_t>(stream_id), task);
 }
 
+uint64_t fault_epoch() { return g_epoch; }
 void count_injected_fault() { ++g_injected; }
 
 aclError dead_stream(int32_t stream_id) {
@@ -114,6 +116,7 @@ SOFTNPU_API void softnpu_set_fault_rate(uint64_t seed, double probability, uint3
   f.kinds = kinds;
   f.code = code;
   for (uint64_t& calls : f.calls) calls = 0;
+  ++g_epoch;
   g_any = true;
 }
 SOFTNPU_API uint64_t softnpu_faults_injected() { return g_injected; }

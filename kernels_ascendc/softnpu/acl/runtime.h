@@ -33,7 +33,7 @@ namespace softnpu {
 using Task = std::function<void()>;
 
 // ---- settings (settings.cpp)
-// -----------------------------------------------------------------------------------------
+
 struct Settings {
   int devices;         // SOFTNPU_DEVICES, default 1
   uint64_t hbm_bytes;  // SOFTNPU_HBM_MB, default 8192, per device
@@ -52,7 +52,8 @@ Settings& settings();
 void trace(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 // ---- errors (device.cpp)
-// --------------------------------------------------------------------------------------------- Sets the calling
+
+// Sets the calling
 // thread's last error and the text aclGetRecentErrMsg returns; returns `code`, to be used in a return.
 aclError fail(aclError code, const std::string& message);
 // A task of `device` failed. Kept until one synchronisation reports it; printed at exit if none did.
@@ -66,15 +67,22 @@ int device_or_default();  // current device, 0 before aclrtSetDevice
 bool exiting();
 
 // ---- work (stream.cpp)
-// --------------------------------------------------------------------------------------------- What became of a
+
+// What became of a
 // stream, shared by the stream and by all who wait for what it was given.
-struct Fate {
-  std::atomic<bool> dead{false};     // it runs nothing any more
-  std::atomic<bool> stalled{false};  // it waits for one that is dead
-  bool over() const { return dead || stalled; }
+class Fate {
+ public:
+  std::atomic<bool> dead{false};               // it runs nothing any more
+  void wait_for(std::shared_ptr<Fate> other);  // null: it does not wait any more
+  bool over() const;                           // it is dead, or waits for one that is over
+
+ private:
+  mutable std::mutex mutex_;
+  std::shared_ptr<Fate> other_;
 };
 
-// External events and memory flags: which record releases which wait. The first record goes with the first wait, and so on.
+// External events and memory flags: which record releases which wait. The first record goes with the first wait, and so
+// on.
 class Pairs {
  public:
   races::MarkPtr of_record();
@@ -104,7 +112,8 @@ struct Work {
 };
 
 // ---- graphs under capture (graph.cpp)
-// -------------------------------------------------------------------------------- A one-shot gate inside a graph: what
+
+// A one-shot gate inside a graph: what
 // an event is between captured streams. Reset before each replay.
 class Latch {
  public:
@@ -168,7 +177,7 @@ Graph* active_capture(uint32_t id);
 bool capture_forbids_queries();
 
 // ---- streams (stream.cpp)
-// --------------------------------------------------------------------------------------------
+
 enum class Waited { kDone, kTimeout, kDead };
 
 class Stream {
@@ -189,7 +198,6 @@ class Stream {
   void kill();
   void fail_task(uint64_t nth);
   void clear_faults();
-  void set_stalled(bool on);
 
   Branch* branch();  // null unless capturing
   void set_branch(Branch* b);
@@ -217,9 +225,11 @@ class Stream {
   bool busy_ = false, stopping_ = false;
   Branch* branch_ = nullptr;
   std::vector<std::shared_ptr<Latch>> holds_;
-  std::vector<Task> lost_;                        // records that a dead stream was given
-  std::vector<uint64_t> failing_;                 // numbers of the tasks that are to fail
-  uint64_t tasks_ = 0;                            // queued so far
+  std::vector<Task> lost_;         // records that a dead stream was given
+  std::vector<uint64_t> failing_;  // numbers of the tasks that are to fail
+  uint64_t tasks_ = 0;             // queued so far
+  uint64_t executed_ = 0;
+  uint64_t fault_epoch_ = 0, first_drawn_ = 0;    // tasks are drawn by their number since set_fault_rate
   uint64_t schedule_epoch_ = 0, task_index_ = 0;  // touched by the executing thread only
   std::thread thread_;                            // started by the first task
 };
@@ -243,7 +253,8 @@ class Waiting {
 };
 
 // ---- schedule (schedule.cpp)
-// ------------------------------------------------------------------------------------------ The adversarial schedule:
+
+// The adversarial schedule:
 // called by the stream's thread before each task.
 void wait_for_turn(Stream& stream, uint64_t task_index);
 uint64_t mix(uint64_t x);
@@ -251,16 +262,19 @@ void schedule_changed();  // a stream or a host thread began or ended to wait, o
 extern std::atomic<int> hosts_waiting;
 
 // ---- faults (faults.cpp)
-// ---------------------------------------------------------------------------------------------- The error that this
+
+// The error that this
 // call is to return, or success. `stream`: null for a call without one.
 enum class Call { kCreate, kRecord, kWait, kQuery, kCount };
 aclError injected_error(Call call, const Stream* stream);
 bool task_is_to_fail(int32_t stream_id, uint64_t task);
+uint64_t fault_epoch();
 void count_injected_fault();
 aclError dead_stream(int32_t stream_id);
 
 // ---- memory (memory.cpp)
-// --------------------------------------------------------------------------------------------- True when [p, p + n)
+
+// True when [p, p + n)
 // lies in one device allocation.
 bool is_device_memory(const void* p, size_t n);
 

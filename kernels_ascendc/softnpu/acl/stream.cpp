@@ -65,6 +65,26 @@ Waiting::~Waiting() {
 }
 bool Waiting::over() const { return exiting() || (stream_ != nullptr && stream_->fate()->dead); }
 
+void Fate::wait_for(std::shared_ptr<Fate> other) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  other_ = std::move(other);
+}
+
+bool Fate::over() const {
+  if (dead) return true;
+  std::shared_ptr<Fate> at;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    at = other_;
+  }
+  for (int steps = 0; at != nullptr && steps < 1000; ++steps) {  // streams that wait for each other go round in circles
+    if (at->dead) return true;
+    std::lock_guard<std::mutex> lock(at->mutex_);
+    at = at->other_;
+  }
+  return false;
+}
+
 Stream::Stream(int device, int32_t id) : device_(device), id_(id) {
   // Registered late, so it runs before the static destructors of the libraries whose code the tasks call.
   static const int registered = std::atexit(stop_all);
@@ -139,8 +159,12 @@ void Stream::replay(Graph* graph) {
 
 void Stream::fail_if_planned(Work& work) {
   const uint64_t task = tasks_++;
+  if (fault_epoch_ != fault_epoch()) {
+    fault_epoch_ = fault_epoch();
+    first_drawn_ = task;
+  }
   const auto planned = std::find(failing_.begin(), failing_.end(), task);
-  if (planned == failing_.end() && !task_is_to_fail(id_, task)) return;
+  if (planned == failing_.end() && !task_is_to_fail(id_, task - first_drawn_)) return;
   if (planned != failing_.end()) failing_.erase(planned);
   count_injected_fault();
   work.run = [name = work.name] { throw std::runtime_error("an injected fault in place of " + name); };
@@ -221,6 +245,7 @@ void Stream::run() {
     work = Work{};  // its resources go before the stream counts as idle
     lock.lock();
     busy_ = false;
+    ++executed_;
     --load_;
     if (queue_.empty()) {
       idle_.notify_all();
@@ -238,13 +263,18 @@ Waited Stream::synchronize(int32_t timeout_ms) {
   const Waiting waiting;
   const auto mark = mark_end();
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto done = [&] { return (queue_.empty() && !busy_) || fate_->over(); };
-  if (timeout_ms < 0) {
-    idle_.wait(lock, done);
-  } else if (!idle_.wait_for(lock, std::chrono::milliseconds(timeout_ms), done)) {
-    return Waited::kTimeout;
+  const auto done = [&] { return (queue_.empty() && !busy_) || fate_->dead; };
+  const auto begun = std::chrono::steady_clock::now();
+  // Waiting for a dead stream counts once it has lasted: what died last may have released this one before.
+  uint64_t at = 0;
+  int stuck = 0;
+  while (stuck < 3 && !idle_.wait_for(lock, std::chrono::milliseconds(30), done)) {
+    stuck = fate_->over() && at == executed_ ? stuck + 1 : 0;
+    at = executed_;
+    if (timeout_ms >= 0 && std::chrono::steady_clock::now() - begun >= std::chrono::milliseconds(timeout_ms))
+      return Waited::kTimeout;
   }
-  if (fate_->over()) return Waited::kDead;
+  if (stuck > 0 || fate_->dead) return Waited::kDead;
   races::host_passed(mark);
   return Waited::kDone;
 }
@@ -277,6 +307,7 @@ void Stream::kill() {
     dropped.swap(queue_);
     for (Work& work : dropped)
       if (work.kind == Work::Kind::kRecord) lost_.push_back(std::move(work.run));
+    for (auto& gate : holds_) gate->open();
     holds_.clear();
   }
   for (Work& work : dropped) races::settle(work.item);
@@ -299,12 +330,6 @@ void Stream::clear_faults() {
     lost.swap(lost_);
   }
   for (Task& record : lost) record();
-}
-
-void Stream::set_stalled(bool on) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  fate_->stalled = on;
-  if (on) idle_.notify_all();
 }
 
 Stream* stream_of(aclrtStream handle) {
@@ -380,6 +405,7 @@ SOFTNPU_API aclError aclrtDestroyStream(aclrtStream handle) {
   if (handle == nullptr) return fail(ACL_ERROR_RT_PARAM_INVALID, "cannot destroy a null stream");
   auto* stream = static_cast<Stream*>(handle);
   if (stream->branch() != nullptr) return captured_error("destroying a stream");
+  if (stream->fate()->over()) stream->kill();  // it would never run out of work
   {
     std::lock_guard<std::mutex> lock(registry().mutex);
     registry().visible.erase(stream);
@@ -416,6 +442,8 @@ SOFTNPU_API aclError aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
   const auto streams = streams_of_device(device);
   for (auto* stream : streams)
     if (stream->branch() != nullptr) return captured_error("a device synchronisation");
+  for (auto* stream : streams)
+    if (stream->fate()->dead) return dead_stream(stream->id());  // at once, whatever else hangs
   for (auto* stream : streams)
     if (const aclError e = wait_for(*stream, timeout_ms)) return e;
   return take_device_error(device);

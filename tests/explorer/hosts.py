@@ -152,7 +152,10 @@ def run(program: Program, chooser: Chooser, cache: dict[Jobs, Explored]) -> Outc
     unordered = tuple(str(violation) for violation in check(world.trace.records()).violations)
     device.drained = True
     broken += [f"refused: {error!r}" for error in world.refused if not isinstance(error, program.allowed)]
-    broken += _ends(program, world)
+    try:
+        broken += _ends(program, world)
+    except Exception as error:  # whatever it is: it was not expected
+        broken.append(f"at the end: {error!r}")
     return Outcome(tuple(chooser.taken), cache[todo], fresh, unordered, tuple(broken))
 
 

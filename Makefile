@@ -5,7 +5,7 @@
 # that any of them works from a fresh clone. PYTHON, TORCH_INDEX and CXX: see tests/environment/setup.sh.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench lint format clean clean-all
+.PHONY: help setup demo test bench explore lint format clean clean-all
 
 BIN := .venv/bin
 # Tests and benchmarks run on the software NPU; a real one is what `make demo` takes where there is one.
@@ -26,6 +26,9 @@ test: setup ## every test, on the software NPU; ARGS go to pytest
 
 bench: setup ## benchmarks; ARGS go to pytest
 	@$(ON_SOFTNPU) $(BIN)/python -m pytest benchmarks --benchmark-only $(ARGS)
+
+explore: setup ## every order of small programs on the real arena, and every planted fault; ARGS: --seed, --budget
+	@$(BIN)/python -m tests.explorer $(ARGS)
 
 lint: setup ## every static check
 	$(BIN)/ruff check .

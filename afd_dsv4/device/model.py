@@ -152,11 +152,12 @@ class ModelDevice:
 
     Attributes:
         streams: all of them, those of replays included.
+        pick: which of the streams that can move does; a seeded choice.
         events: made so far.
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self._random = random.Random(seed)
+        self.pick: Callable[[list[ModelStream]], ModelStream] = random.Random(seed).choice
         self._graph: ModelGraph | None = None
         self.streams: list[ModelStream] = []
         self.events = 0
@@ -226,7 +227,7 @@ class ModelDevice:
         ready = [stream for stream in waiting if not stream.hung and stream.queue[0][0]()]
         if not ready:
             raise Deadlock(f"{len(waiting)} streams hold work, and each is hung or waits for an event of another")
-        self._random.choice(ready).queue.popleft()[1]()
+        self.pick(ready).queue.popleft()[1]()
         return True
 
     def run(self) -> None:

@@ -144,3 +144,7 @@ class OracleDevice(ModelDevice):
     def event(self) -> OracleEvent:
         self.events += 1
         return OracleEvent(self)
+
+    def host(self, work: Work) -> None:
+        """The host itself touches memory that the device uses."""
+        self.log.append(HostDid(work))

@@ -23,7 +23,7 @@ from afd_dsv4.workspace.identity import Domain, ExecutionId, ExecutionKind, Gene
 from afd_dsv4.workspace.lease import WHOLE, Lease, LeaseState, OrderError
 from afd_dsv4.workspace.staging import StagingRing
 from afd_dsv4.workspace.trace import Trace
-from tests.explorer.oracle import HostDid, OracleDevice, OracleStream, Resource, Stamp, Template, Work
+from tests.explorer.oracle import OracleDevice, OracleStream, Resource, Stamp, Template, Work
 
 Step = tuple[int, str]  # layer, kind
 Thread = Generator[Callable[[], bool] | None, None, None]
@@ -172,7 +172,7 @@ class World:
         """The host fills a staging entry."""
         assert self.staging is not None
         entry, _ = self.staging.take()
-        self.device.log.append(HostDid(Work(f"{run} fills entry {entry}", writes=((("entry", entry), (run,)),))))
+        self.device.host(Work(f"{run} fills entry {entry}", writes=((("entry", entry), (run,)),)))
         return entry
 
     def _plan(self, run: Run, names: Sequence[str]) -> tuple[list[Request], list[Request]]:
@@ -242,7 +242,7 @@ class World:
         if tails:
             gone += [*self.owned.values(), *self.spare.values()]
             self.requests.clear()
-        self.device.log.append(HostDid(Work("memory is freed", writes=tuple((what, ("freed",)) for what in gone))))
+        self.device.host(Work("memory is freed", writes=tuple((what, ("freed",)) for what in gone)))
 
     def last_look(self) -> Work:
         """What must be there when all is over: every tail that nobody called void."""

@@ -5,7 +5,7 @@
 # that any of them works from a fresh clone. PYTHON, TORCH_INDEX and CXX: see tests/environment/setup.sh.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench explore lint format clean clean-all
+.PHONY: help setup demo test bench explore soak lint format clean clean-all
 
 BIN := .venv/bin
 # Tests and benchmarks run on the software NPU; a real one is what `make demo` takes where there is one.
@@ -29,6 +29,9 @@ bench: setup ## benchmarks; ARGS go to pytest
 
 explore: setup ## every order of small programs on the real arena, and every planted fault; ARGS: --seed, --budget
 	@$(BIN)/python -m tests.explorer $(ARGS)
+
+soak: setup ## a random load with faults on the software NPU, every byte compared; ARGS: --seed, --executions, --rounds
+	@$(ON_SOFTNPU) $(BIN)/python -m afd_dsv4.evidence.soak $(ARGS)
 
 lint: setup ## every static check
 	$(BIN)/ruff check .

@@ -370,15 +370,9 @@ def soak(
     return totals
 
 
-def blind_rounds(lab: Lab, seed: int, rounds: Sequence[int], executions: int = UNORDERED_EXECUTIONS) -> list[int]:
-    """The negative control: the rounds that, with fences off, do not corrupt and violate."""
-    blind = []
-    for index in rounds:
-        found = soak(lab, seed=seed, executions=executions, rounds=[index], ordered=False)
-        raced = found.races > 0 or not on_softnpu(lab)
-        if not (found.audit.wrong and found.unordered and raced):
-            blind.append(index)
-    return blind
+def sees_disorder(lab: Lab, found: Totals) -> bool:
+    """Whether bytes, trace and, where there is a race detector, device all say that something was out of order."""
+    return bool(found.audit.wrong and found.unordered and (found.races or not on_softnpu(lab)))
 
 
 def resident_bytes() -> int:
@@ -401,7 +395,13 @@ class Job:
     def run(self) -> tuple[list[int], Totals]:
         """Returns the blind rounds of the negative control, and the totals of the soak."""
         lab = Lab(self.device)
-        blind = blind_rounds(lab, self.seed, range(UNORDERED_ROUNDS)[self.number :: self.of])
+        blind = [
+            index
+            for index in range(UNORDERED_ROUNDS)[self.number :: self.of]
+            if not sees_disorder(
+                lab, soak(lab, seed=self.seed, executions=UNORDERED_EXECUTIONS, rounds=[index], ordered=False)
+            )
+        ]
         mine = [index for index in range(self.rounds) if index // GROUP % self.of == self.number]
         per_round = -(-self.executions // self.rounds)
         return blind, soak(lab, seed=self.seed, executions=per_round, rounds=mine, started=self.started)

@@ -176,6 +176,7 @@ class World(Load):
         if held is not None:
             held.open()
         self.lab.module.synchronize()
+        self.lab.gates.clear()
         if ending is not None:
             chunk = self.new().chunk(1)
             self.totals.expect_raise(ArenaClosed, lambda: self.runtime.begin([chunk]), "begin once closed")

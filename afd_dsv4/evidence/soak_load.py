@@ -80,12 +80,18 @@ class Clock:
 
 
 class Gate:
-    """Holds what is queued on a stream from now on, until it is opened. Needs `torch.npu.ExternalEvent`."""
+    """Holds what is queued on a stream from now on, until it is opened. Needs `torch.npu.ExternalEvent`.
 
-    def __init__(self, module: Any, stream: Any) -> None:
-        self._event = module.ExternalEvent()
-        self._key = module.Stream()
-        self._event.wait(stream)
+    Args:
+        event: an external event that was never recorded.
+        stream: the one to hold.
+        key: another one.
+    """
+
+    def __init__(self, event: Any, stream: Any, key: Any) -> None:
+        self._event = event
+        self._key = key
+        event.wait(stream)
 
     def open(self) -> None:
         """Let the stream go on."""
@@ -108,6 +114,7 @@ class Lab:
     Attributes:
         streams: one for each uBatch.
         auxiliary: a third one.
+        gates: all that were made since the device last stood still.
         can_hold: whether a stream can be made to stop.
     """
 
@@ -125,10 +132,12 @@ class Lab:
             ) from None
         self.streams = (self.module.Stream(), self.module.Stream())
         self.auxiliary = self.module.Stream()
+        self._key = self.module.Stream()  # made once: torch hands out a stream of a small pool, in turn
         self.nothing = torch.zeros((1, 1), device=self.device)
         self.ledgers = Ledgers(self.device, LEDGER_WORDS)
         self.threads = ThreadPoolExecutor(2)
         self.can_hold = hasattr(self.module, "ExternalEvent")
+        self.gates: list[Gate] = []
         self.module.synchronize()
 
     def on(self, stream: Any) -> None:
@@ -137,7 +146,9 @@ class Lab:
 
     def hold(self, stream: Any) -> Gate:
         """Let nothing run on a stream that is queued from now on."""
-        return Gate(self.module, stream)
+        # Its flag is freed with the event, though a stream may still wait for it: kept until the device has run all.
+        self.gates.append(Gate(self.module.ExternalEvent(), stream, self._key))
+        return self.gates[-1]
 
 
 class WatchedRuntime(StockRuntime):

@@ -63,8 +63,8 @@ def environment(base: Mapping[str, str], libraries: Path) -> dict[str, str]:
         "AFD_DSV4_SOFTNPU_DIR": str(libraries),
         # A torch_npu that cannot load would otherwise break `import torch` itself.
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        # With the task queue an operator without a body may raise late or never.
-        "TASK_QUEUE_ENABLE": "0",
+        # Without its host queue torch_npu raises where the mistake is. A caller who wants the queue asks for it.
+        "TASK_QUEUE_ENABLE": "1" if base.get("TASK_QUEUE_ENABLE") == "1" else "0",
         # Virtual memory mapping is not part of the software ACL.
         "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",
     }

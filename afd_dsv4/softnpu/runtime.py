@@ -8,6 +8,7 @@ Way: ``install`` loads the aten kernels and every operator library beside them; 
 process that was not started by ``python -m afd_dsv4.softnpu``.
 """
 
+import atexit
 import ctypes
 import functools
 import os
@@ -43,16 +44,17 @@ def install() -> Installed:
     """Load torch_npu and every kernel of the software NPU; safe to call again.
 
     Raises:
-        SoftnpuError: the process was not started on the software NPU, or the task queue is on.
+        SoftnpuError: the process was not started on the software NPU, or TASK_QUEUE_ENABLE is neither 0 nor 1.
     """
     if not is_active():
         raise SoftnpuError(
             "this process does not run on the software NPU. Start it with `python -m afd_dsv4.softnpu -- COMMAND`."
         )
-    if os.environ.get("TASK_QUEUE_ENABLE") != "0":
+    queue = os.environ.get("TASK_QUEUE_ENABLE")
+    if queue not in ("0", "1"):
         raise SoftnpuError(
-            f"TASK_QUEUE_ENABLE is {os.environ.get('TASK_QUEUE_ENABLE')!r}; the software NPU needs '0', "
-            "because with the task queue an operator without a body may hand back unfilled memory."
+            f"TASK_QUEUE_ENABLE is {queue!r}; the software NPU knows '0' (no host queue) and '1'. torch_npu's own "
+            "default, and its level 2, compile operators, of which there are none here."
         )
     import torch
     import torch_npu  # noqa: F401
@@ -338,9 +340,31 @@ def faults_injected() -> int:
     return int(_acl().softnpu_faults_injected())
 
 
+def hang_host_queue() -> None:
+    """Let nothing leave torch_npu's host queue (TASK_QUEUE_ENABLE=1), neither kernels nor events, until it is released.
+
+    Whatever empties the queue first waits with it: synchronisations, copies to the host, ``stream.npu_stream``.
+    """
+    install()
+    import torch
+
+    atexit.register(release_host_queue)  # the end of the process empties the queue
+    torch.ops.softnpu.hang_host_queue()
+
+
+def release_host_queue() -> None:
+    """Undo ``hang_host_queue``."""
+    install()
+    import torch
+
+    torch.ops.softnpu.release_host_queue()
+
+
 def clear_faults() -> None:
     """Undo every injected fault. What a dead stream lost stays lost, but its events complete."""
     _acl().softnpu_clear_faults()
+    if os.environ.get("TASK_QUEUE_ENABLE") == "1":
+        release_host_queue()
 
 
 def event_counts() -> tuple[int, int]:

@@ -83,11 +83,14 @@ def test_installing_outside_the_launcher_says_how_to_start(monkeypatch: pytest.M
         rt.install.__wrapped__()
 
 
-def test_installing_with_the_task_queue_on_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("level", ["2", ""])
+def test_installing_with_an_unknown_level_of_the_task_queue_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, level: str
+) -> None:
     monkeypatch.setenv("AFD_DSV4_SOFTNPU_DIR", str(tmp_path))
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    monkeypatch.setenv("TASK_QUEUE_ENABLE", "1")
-    with pytest.raises(launcher.SoftnpuError, match="TASK_QUEUE_ENABLE is '1'"):
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", level)
+    with pytest.raises(launcher.SoftnpuError, match=f"TASK_QUEUE_ENABLE is '{level}'"):
         rt.install.__wrapped__()
 
 

@@ -24,10 +24,10 @@ bool plain(const at::Tensor& a, const at::Tensor& b) {
 
 void copy_bytes(const at::Tensor& dst, const at::Tensor& src, aclrtMemcpyKind kind, const CurrentStream& stream) {
   const size_t bytes = dst.numel() * dst.element_size();
-  if (const aclError e =
-          aclrtMemcpyAsync(dst.mutable_data_ptr(), bytes, src.const_data_ptr(), bytes, kind, stream.handle())) {
-    TORCH_CHECK(false, "aten::copy_: the copy was refused with ACL error ", e, ": ", aclGetRecentErrMsg());
-  }
+  stream.enqueue("aten::copy_",
+                 [to = dst.mutable_data_ptr(), from = src.const_data_ptr(), bytes, kind, handle = stream.handle()] {
+                   return aclrtMemcpyAsync(to, bytes, from, bytes, kind, handle);
+                 });
 }
 
 void convert_on_device(const at::Tensor& dst, const at::Tensor& src, const CurrentStream& stream) {
@@ -38,7 +38,7 @@ void convert_on_device(const at::Tensor& dst, const at::Tensor& src, const Curre
     add_access(src, false, &accesses);
     add_access(dst, true, &accesses);
   }
-  stream.push("aten::copy_", accesses, [to, from] {
+  stream.push("aten::copy_", std::move(accesses), [to, from] {
     c10::InferenceMode guard;
     to.copy_(from);
   });

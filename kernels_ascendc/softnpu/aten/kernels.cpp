@@ -365,7 +365,7 @@ void queue(const Call& call, const CurrentStream& stream, const Stack& metas, St
   for (size_t i = 0; i < call.arguments.size(); ++i)
     if (call.writes(i)) call.each_tensor_of(i, [&](const at::Tensor& t) { written->emplace_back(aliases.of(t)); });
   const OperatorHandle op = call.cpu_op;
-  stream.push(call.full_name, accesses, [op, arguments, targets, sources, written, name = call.full_name] {
+  stream.push(call.full_name, std::move(accesses), [op, arguments, targets, sources, written, name = call.full_name] {
     c10::InferenceMode guard;
     const auto failed = [&](const char* why) { throw std::runtime_error(name + ": " + why); };
     try {

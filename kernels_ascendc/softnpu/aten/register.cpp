@@ -142,4 +142,6 @@ std::vector<int64_t> calls() { return {static_cast<int64_t>(queued_calls()), sta
 TORCH_LIBRARY_FRAGMENT(softnpu, m) {
   m.def("install() -> int[]", &softaten::install);
   m.def("calls() -> int[]", &softaten::calls);
+  m.def("hang_host_queue() -> ()", &softaten::hang_host_queue);
+  m.def("release_host_queue() -> ()", &softaten::release_host_queue);
 }

@@ -46,7 +46,10 @@ class CurrentStream {
  public:
   explicit CurrentStream(c10::DeviceIndex device);
   bool wants_accesses() const;
-  void push(const std::string& name, const Accesses& accesses, std::function<void()> task) const;
+  void push(const std::string& name, Accesses accesses, std::function<void()> task) const;
+  // Calls ACL in the order of what torch_npu calls it for: at once, or from its host queue. A refusal raises, here or
+  // at the next synchronisation.
+  void enqueue(const std::string& name, std::function<int()> launch) const;
   void ran(const std::string& name, const Accesses& accesses) const;  // the caller does the stream's work itself
   void synchronize(const std::string& why) const;  // raises with the text of a failed task, and inside a capture
   bool capturing() const;
@@ -54,9 +57,14 @@ class CurrentStream {
   c10::Stream stream() const { return stream_; }
 
  private:
+  void drain() const;  // empties torch_npu's host queue
   c10::Stream stream_;
   void* handle_;
 };
+
+// Fault injection (launch.cpp): nothing that torch_npu's host queue holds, now or later, goes on until it is released.
+void hang_host_queue();
+void release_host_queue();
 
 // Boxed kernels (kernels.cpp).
 void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);

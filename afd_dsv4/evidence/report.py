@@ -33,6 +33,7 @@ SECTIONS = (
     "verdicts",
     "passed",
 )
+TRACE_FILE = "trace.jsonl"  # beside evidence.json
 
 
 class Source(str, enum.Enum):
@@ -79,7 +80,7 @@ def figure(value: float | int, unit: str, source: Source) -> dict[str, Any]:
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder, before minutes are spent on what cannot be written, and remove the last run's file.
+    """Make the folder, before minutes are spent on what cannot be written, and remove the last run's files.
 
     Raises:
         InputError: it cannot be made or written.
@@ -90,7 +91,8 @@ def prepare(folder: Path) -> None:
         probe.write_text("", encoding="utf-8")
         probe.unlink()
         # A run that breaks off must not leave an older verdict behind as if it were its own.
-        (folder / "evidence.json").unlink(missing_ok=True)
+        for name in ("evidence.json", TRACE_FILE):
+            (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise InputError("--out", f"{folder} cannot be written ({error.strerror})", "name another folder") from error
 

@@ -20,15 +20,30 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from afd_dsv4.compat.harness import SchedulerProcess, admission_evidence
 from afd_dsv4.compat.stack import installed
 from afd_dsv4.evidence import isolation
-from afd_dsv4.evidence.report import SECTIONS, Check, Point, Source, Verdict, figure, prepare, size, table, write
+from afd_dsv4.evidence.report import (
+    SECTIONS,
+    TRACE_FILE,
+    Check,
+    Point,
+    Source,
+    Verdict,
+    figure,
+    prepare,
+    size,
+    table,
+    write,
+)
 from afd_dsv4.geometry import DEFAULT_STACK, InputError, ModelGeometry, PageLayout, page_layout, preset
 from afd_dsv4.softnpu import launcher, runtime
+from afd_dsv4.workspace import order
 from afd_dsv4.workspace.sizing import size_workspace
+from afd_dsv4.workspace.trace import Trace
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +89,7 @@ class Run:
     geometry: ModelGeometry
     layout: PageLayout
     tokens: int
+    out: Path
     evidence: dict[str, Any] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
     summary: list[Sequence[str]] = field(default_factory=list)
@@ -164,7 +180,9 @@ def _run(options: argparse.Namespace, source: Source, scheduler: SchedulerProces
         runtime.set_schedule(SEED, MAX_DELAY_US)
     else:
         _load_operators()
-    run = Run(source, device, preset(options.model), page_layout(DEFAULT_STACK, BLOCK_SIZE), options.tokens)
+    run = Run(
+        source, device, preset(options.model), page_layout(DEFAULT_STACK, BLOCK_SIZE), options.tokens, options.out
+    )
     try:
         batch = Batch.of(options.tokens)
     except ValueError as error:
@@ -257,6 +275,7 @@ def _rows(run: Run) -> None:
             max_num_batched_tokens=run.tokens,
             device=run.device,
             slots=SLOTS,
+            trace=Trace(None),
         )
         held = run.module.memory_allocated() - before
         total = rows.Comparison()
@@ -275,6 +294,7 @@ def _rows(run: Run) -> None:
             print(f"      {where}: {_words(compared)}, {result.seconds:.1f} s", flush=True)
             del result
         _memory(run, plugin, seqs, native_layer=largest, held=held, inputs=before, peak=peak)
+        _order(run, plugin.trace)
         run.evidence["parity"].update(rows=parity, rows_total=_comparison(total, run.source))
         counters = asdict(plugin.arena.counters)
         run.evidence["order"].update(
@@ -285,6 +305,33 @@ def _rows(run: Run) -> None:
             (f"rows compared, {len(phases)} cuts", "", f"{total.compressed + total.tail:,}", run.source.value),
             ("rows that differ", "", f"{total.different:,}", run.source.value),
         ]
+
+
+def _order(run: Run, trace: Trace) -> None:
+    """Write the trace of the rows, and judge the order of every reuse in it."""
+    stack = run.evidence["stack"]
+    trace.save(run.out / TRACE_FILE, about={"command": run.evidence["command"], "stack": stack})
+    report = order.check(trace.records(), trace.dropped)
+    unordered = len(report.violations)
+    for violation in report.violations[:3]:
+        print(f"      {violation}", flush=True)
+    run.check(
+        "order: trace of the rows",
+        unordered == 0 and report.touches > 0 and report.dropped == 0,
+        "0 unordered reuses, nothing dropped",
+        f"{unordered:,} in {report.records:,} records, {report.dropped:,} dropped",
+    )
+    run.evidence["order"]["trace"] = {
+        "file": TRACE_FILE,
+        "unordered_reuses": figure(unordered, "count", run.source),
+        **{
+            name: figure(getattr(report, name), "count", run.source)
+            for name in ("records", "leases", "touches", "edges", "dropped")
+        },
+    }
+    run.summary.append(
+        (f"unordered reuses in {report.records:,} trace records", "", f"{unordered:,}", run.source.value)
+    )
 
 
 def _rows_at_full_hidden(run: Run) -> None:
@@ -332,15 +379,23 @@ def _controls(run: Run) -> None:
         unordered: list[dict[str, Any]] = []
         for alternate in (False, True):
             where = "layers alternating between the streams" if alternate else "a uBatch on each stream"
-            different = {}
+            different, reuses = {}, {}
             for ordered in (True, False):
                 plugin = StockRuntime(
                     geometry, run.layout, max_num_batched_tokens=run.tokens, ordered=ordered, **limits
                 )
                 result = rows.run_plugin(plugin, batch, inputs, batch.cut_tokens(1), alternate=alternate)
                 different[ordered] = rows.compare(result.rows, native).different
+                reuses[ordered] = len(order.check(plugin.trace.records(), plugin.trace.dropped).violations)
                 del result, plugin
             run.check(f"order: touches on, {where}", different[True] == 0, "0 mismatched rows", f"{different[True]:,}")
+            # Whether a stream loses the race or not, a trace without waits is in no order.
+            run.check(
+                f"order: traces, {where}",
+                reuses[True] == 0 and reuses[False] > 0,
+                "0 unordered reuses with touches, some without",
+                f"{reuses[True]:,} with, {reuses[False]:,} without",
+            )
             if run.source is Source.SOFTNPU:  # delays are seeded there; a device need not lose the race
                 run.check(f"order: touches off, {where}", different[False] > 0, "corrupt rows", f"{different[False]:,}")
             unordered.append(
@@ -348,10 +403,14 @@ def _controls(run: Run) -> None:
                     "load": where,
                     "mismatched_rows_touches_on": figure(different[True], "rows", run.source),
                     "mismatched_rows_touches_off": figure(different[False], "rows", run.source),
+                    "unordered_reuses_touches_on": figure(reuses[True], "count", run.source),
+                    "unordered_reuses_touches_off": figure(reuses[False], "count", run.source),
                 }
             )
             print(
-                f"      {where}: {different[True]:,} rows differ with touches, {different[False]:,} without", flush=True
+                f"      {where}: with touches {different[True]:,} rows differ and {reuses[True]:,} reuses are "
+                f"unordered, without {different[False]:,} and {reuses[False]:,}",
+                flush=True,
             )
         mutants = controls.check_mutants()
         for mutant in mutants:
@@ -634,7 +693,7 @@ def _points(run: Run) -> list[Point]:
             "table rule",
             because=f"rows equal over all cuts under seeded delays, planted faults found, on {where}",
         ),
-        elsewhere(3, "order", because=f"events order the reuse on {where}; no trace of a real device"),
+        elsewhere(3, "order", because=f"events order every reuse in the trace of {where}; no trace of a real device"),
         judged(
             4,
             "memory",

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from afd_dsv4.evidence.report import SECTIONS
+from afd_dsv4.evidence.report import SECTIONS, TRACE_FILE
+from afd_dsv4.workspace.trace import load
 
 pytestmark = [pytest.mark.npu, pytest.mark.vllm_runtime, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -29,6 +30,7 @@ def figures(value: object) -> list[dict[str, object]]:
 
 def test_the_run_passes_writes_its_file_and_claims_nothing_about_a_device(tmp_path: Path) -> None:
     (tmp_path / "evidence.json").write_text('{"passed": true, "from": "an older run"}')
+    (tmp_path / TRACE_FILE).write_text("of an older run")
     # Started without the launcher: the command finds the software NPU by itself.
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     command = [sys.executable, "-m", "afd_dsv4", "evidence", "--tokens", "1024", "--out", str(tmp_path)]
@@ -52,4 +54,24 @@ def test_the_run_passes_writes_its_file_and_claims_nothing_about_a_device(tmp_pa
     controls = found["order"]["negative_controls"]
     assert all(load["mismatched_rows_touches_off"]["value"] > 0 for load in controls["touches"])
     assert all(launch["compressed_different"]["value"] > 0 for launch in controls["launched_broken"])
+    for load_ in controls["touches"]:
+        assert load_["unordered_reuses_touches_on"]["value"] == 0 < load_["unordered_reuses_touches_off"]["value"]
+
+    trace = found["order"]["trace"]
+    assert trace["unordered_reuses"]["value"] == trace["dropped"]["value"] == 0
+    recorded = load(tmp_path / trace["file"])
+    assert recorded.header.about["stack"]["device"] == "softnpu"
+    # Six cuts of three forwards, two uBatches where the batch is cut; 62 launches and an upload in each.
+    leases = 6 * 3 + 5
+    assert trace["leases"]["value"] == leases
+    assert trace["touches"]["value"] == leases * 63 == [op for _, op, *_ in recorded.records].count("touch")
+    assert trace["records"]["value"] == len(recorded.records)
+    judged = subprocess.run(
+        [sys.executable, "-m", "afd_dsv4", "trace", "check", str(tmp_path / trace["file"])],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (judged.returncode, f"records={len(recorded.records)}" in judged.stdout) == (0, True), judged.stdout
     assert "No one has run this on Ascend hardware yet." in done.stdout

@@ -63,7 +63,7 @@ def run_with(source: Source, checks: dict[str, bool]):
     from afd_dsv4.evidence.run import Run
     from afd_dsv4.geometry import page_layout, preset
 
-    run = Run(source, torch.device("cpu"), preset("flash"), page_layout("vllm-ascend-0.23.0", 128), 32768)
+    run = Run(source, torch.device("cpu"), preset("flash"), page_layout("vllm-ascend-0.23.0", 128), 32768, Path())
     for name, passed in checks.items():
         run.check(name, passed, "x", "y")
     return run

@@ -8,7 +8,8 @@ all slots are in flight. Nothing is allocated here; what a slot consists of, its
 
 When nobody can prove that a lease is over (its fence is older than `fence_timeout_s`, cannot be recorded, or cannot be
 queried), it is quarantined: its slot is never leased again, its requests are void, and it is counted. Nothing brings it
-back; a worker whose slots are all quarantined cannot go on and says so.
+back; a worker whose slots are all quarantined cannot go on and says so. A slot that is handed on before its fence has
+passed is as old as its newest lease; what bounds the host there is the staging ring, which a hung device empties.
 
 Graphs have slots of their own, assigned by key at start-up, because a captured graph keeps their addresses.
 
@@ -267,9 +268,10 @@ class WorkspaceArena(Generic[S]):
             self.trace.add("seal", lease.number, whole)
         slot.lease = None
         if lease.fence is not None or not whole:
+            if lease.fence is not None or slot.last is None or slot.last.over():
+                slot.sealed_at = self._clock()  # otherwise it queued nothing, and the slot is as old as it was
             slot.last = lease
             slot.sealed = self._seals
-            slot.sealed_at = self._clock()
 
     def end_capture(self, lease: Lease[S], whole: bool) -> None:
         """Called by the lease: the capture is over. Nothing has run, so the slot stays behind what it was."""

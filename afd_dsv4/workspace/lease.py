@@ -366,8 +366,14 @@ class Lease(Generic[S]):
                 self.fence = Fence(events)
             self.broken = not whole
             if not whole:
-                behind = () if self._behind is None else (self._behind,)
-                self._undominated = (*behind, *self._continues, *self._after)
+                behind = self._behind
+                if behind is None:
+                    before: tuple[Lease[S], ...] = ()
+                elif behind.broken and behind.fence is None:
+                    before = behind._undominated  # it queued nothing itself: many such in a row are no chain
+                else:
+                    before = (behind,)
+                self._undominated = tuple(dict.fromkeys((*before, *self._continues, *self._after)))
             self.state = LeaseState.SEALED
             arena.seal(self, whole)
             # A whole lease's fence lies behind all that it waited for: nobody needs the chain any more.

@@ -28,6 +28,7 @@ from afd_dsv4.workspace.fence import EventError
 from afd_dsv4.workspace.identity import Domain, ExecutionId, ExecutionKind, Generation
 from afd_dsv4.workspace.lease import WHOLE, Lease, LeaseState, OrderError
 from afd_dsv4.workspace.order import check
+from afd_dsv4.workspace.staging import StagingLost, StagingRing
 from afd_dsv4.workspace.trace import Trace
 
 L = Lease[ModelStream]
@@ -470,6 +471,30 @@ def test_a_capture_that_is_quarantined_frees_its_slot_because_nothing_of_it_runs
     assert world.arena.live() == ()
 
 
+def test_a_hung_stream_behind_a_slot_that_is_handed_on_again_and_again_is_found_by_the_staging_ring(
+    make: MakeWorld,
+) -> None:
+    """Every lease makes the slot younger. But each batch needs a staging entry, and none comes back."""
+    world = make(slots=1)
+    a = world.streams[0]
+    a.hung = True
+    ring: StagingRing[ModelStream, None] = StagingRing(world.arena.events, [None, None], timeout_s=0.0)
+    for generation in (1, 2):
+        world.now = 59.0 * generation
+        entry, _ = ring.take()
+        lease = world.open(generation, a)
+        ring.copied(entry, a)
+        lease.seal()
+    assert world.arena.watch() == ()
+    assert world.arena.counters.quarantined == 0
+    with pytest.raises(StagingLost):
+        ring.take()
+    world.now = 118 + 60.5
+    assert world.arena.watch() == ()
+    assert world.arena.live() == (lease,)
+    assert lease.state is LeaseState.QUARANTINED
+
+
 def test_an_empty_lease_does_not_postpone_the_time_out_of_the_lease_before(make: MakeWorld) -> None:
     world = make(slots=1)
     hung = world.sealed(1, world.streams[0])
@@ -480,6 +505,33 @@ def test_an_empty_lease_does_not_postpone_the_time_out_of_the_lease_before(make:
     with pytest.raises(Exhausted):
         world.open(60)
     assert hung.state is LeaseState.QUARANTINED
+
+
+def test_executions_that_fail_to_begin_neither_postpone_the_time_out_nor_form_a_chain(make: MakeWorld) -> None:
+    world = make(slots=1)
+    hung = world.sealed(1, world.streams[0])
+    for generation in range(2, 3000):
+        world.now = 60 * generation / 3000
+        failed = world.arena.acquire(live_id(generation))
+        failed.follow(continues=[hung])
+        failed.seal(whole=False)
+    world.now = 60.5
+    with pytest.raises(Exhausted) as caught:
+        world.open(3000)
+    assert caught.value.fatal
+    assert world.arena.settle(hung) is Settlement.IN_DOUBT
+
+
+def test_executions_that_fail_to_begin_leave_the_slot_behind_what_it_was(make: MakeWorld) -> None:
+    world = make(slots=1)
+    a, b, _ = world.streams
+    world.sealed(1, a)
+    for generation in (2, 3):
+        world.arena.acquire(live_id(generation)).seal(whole=False)
+    world.sealed(4, b)
+    assert blocked(world, b) == [True]
+    world.device.run()
+    assert world.log == ["1 on 0", "4 on 1"]
 
 
 # -- in doubt

@@ -19,6 +19,7 @@ where there are none (CUDA) the faults that need one are left out, as the printe
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import multiprocessing
 import os
 import random
@@ -59,6 +60,7 @@ NEED_HOLD = (Fault.CANCEL, Fault.STALL, Fault.FENCE, Fault.WATCH, Fault.DRAIN, F
 GROUP = 3  # rounds of one runtime; the last one ends with a fault
 PER_FORWARD = 1.7  # executions, on average
 DETECTED = 60  # executions of a runtime under the race detector
+ROUND_LIMIT_S = 300  # a process that takes longer for a round hangs: it says where, and ends
 HOST_GROWTH = 48 << 20  # most bytes by which a process may grow between its first round and its last
 UNORDERED_ROUNDS = 4
 UNORDERED_EXECUTIONS = 150
@@ -344,7 +346,8 @@ def soak(
         rounds: which of them; whole groups of `GROUP`, but for the last one.
         ordered: False queues no wait and ends no runtime: the negative control.
         fault_rate: faults per execution; those that end a group come on top.
-        started: when the command began, to say now and then how far it is; None says nothing.
+        started: when the command began, to say now and then how far it is, and to end a process that hangs; None says
+            nothing.
     """
     totals = Totals()
     world: World | None = None
@@ -356,12 +359,15 @@ def soak(
             world = World(lab, totals, slots, ordered=ordered)
         style = Style.of(rng)
         ending = endings[index // GROUP % len(endings)] if ordered and index % GROUP == GROUP - 1 else None
+        if started is not None:
+            faulthandler.dump_traceback_later(ROUND_LIMIT_S, exit=True, file=sys.__stderr__)
         with hostile(lab, rng, ordered):
             world.play(rng, style, executions, fault_rate)
             world.close_round(rng, style, ending)
         if ending is not None:
             world.retire()
             world = None
+        faulthandler.cancel_dump_traceback_later()
         totals.rounds += 1
         totals.resident.append(resident_bytes())
         if started is not None and totals.rounds % 10 == 0:

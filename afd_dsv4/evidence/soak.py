@@ -360,7 +360,7 @@ def soak(
         style = Style.of(rng)
         ending = endings[index // GROUP % len(endings)] if ordered and index % GROUP == GROUP - 1 else None
         if started is not None:
-            faulthandler.dump_traceback_later(ROUND_LIMIT_S, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(ROUND_LIMIT_S, exit=True, file=2)  # the real stderr
         with hostile(lab, rng, ordered):
             world.play(rng, style, executions, fault_rate)
             world.close_round(rng, style, ending)

@@ -7,6 +7,7 @@
 // or its own reset, and takes the signal, so one record releases one wait; both may be captured into a graph and then
 // happen at every replay.
 #include <chrono>
+#include <utility>
 
 #include "runtime.h"
 
@@ -46,13 +47,14 @@ struct EventState {
     if (condition()) return true;
     if (own != nullptr) own->fate()->wait_for(recorder);
     int lost = 0;
-    while (!condition() && !waiting.over() && lost < 3) {
+    bool met = false;
+    while (!(met = condition()) && !waiting.over() && lost < 3) {
       changed.wait_for(lock, std::chrono::milliseconds(20));
       // Once it has lasted: what the stream did last may still be under way.
       lost = own == nullptr && recorder != nullptr && recorder->over() ? lost + 1 : 0;
     }
     if (own != nullptr) own->fate()->wait_for(nullptr);
-    return condition();
+    return met;
   }
 };
 
@@ -212,9 +214,8 @@ SOFTNPU_API aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent 
   if (event->external()) {
     work.pairs = state->pairs;
     work.run = [state] {
-      if (!state->wait([&] { return state->signalled; }, nullptr)) return;
-      std::lock_guard<std::mutex> lock(state->mutex);
-      state->signalled = false;
+      // Testing and taking are one: two that wait must not both see one signal.
+      state->wait([&] { return std::exchange(state->signalled, false); }, nullptr);
     };
     stream->push(std::move(work));
     return ACL_SUCCESS;

@@ -129,7 +129,7 @@ def test_an_unordered_pair_is_seen_in_both_orders_within_a_few_seeds() -> None:
 
 
 def hand_offs(seed: int, waits: bool, steps: int = 40) -> bool:
-    """Two streams hand one buffer to and fro; True when every hand-off read what was written."""
+    """Two streams hand one buffer back and forth; True when every hand-off read what was written."""
     producer, consumer = torch.npu.Stream(), torch.npu.Stream()
     buffer, rows = torch.zeros(16, device="npu"), torch.zeros(steps, 16, device="npu")
     torch.npu.synchronize()

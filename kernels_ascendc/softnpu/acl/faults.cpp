@@ -128,5 +128,8 @@ SOFTNPU_API void softnpu_clear_faults() {
     f.kinds = 0;
     for (auto& planned : f.planned) planned.clear();
   }
-  for (Stream* stream : all_streams()) stream->clear_faults();
+  any_stream([](Stream& stream) {
+    stream.clear_faults();
+    return false;
+  });
 }

@@ -53,8 +53,7 @@ void trace(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 // ---- errors (device.cpp)
 
-// Sets the calling
-// thread's last error and the text aclGetRecentErrMsg returns; returns `code`, to be used in a return.
+// Sets the calling thread's last error and the text aclGetRecentErrMsg returns; returns `code`, to be used in a return.
 aclError fail(aclError code, const std::string& message);
 // A task of `device` failed. Kept until one synchronisation reports it; printed at exit if none did.
 void post_device_error(int device, const std::string& message);
@@ -68,8 +67,7 @@ bool exiting();
 
 // ---- work (stream.cpp)
 
-// What became of a
-// stream, shared by the stream and by all who wait for what it was given.
+// What became of a stream, shared by the stream and by all who wait for what it was given.
 class Fate {
  public:
   std::atomic<bool> dead{false};               // it runs nothing any more
@@ -113,8 +111,7 @@ struct Work {
 
 // ---- graphs under capture (graph.cpp)
 
-// A one-shot gate inside a graph: what
-// an event is between captured streams. Reset before each replay.
+// A one-shot gate inside a graph: what an event is between captured streams. Reset before each replay.
 class Latch {
  public:
   void open();
@@ -235,7 +232,8 @@ class Stream {
 };
 Stream* stream_of(aclrtStream handle);  // null handle: the current device's default stream
 std::vector<Stream*> streams_of_device(int device);
-std::vector<Stream*> all_streams();
+// Whether this holds for a stream, the workers of graphs included; none is destroyed meanwhile.
+bool any_stream(const std::function<bool(Stream&)>& is);
 int32_t next_stream_id();
 Stream* this_stream();  // whose thread this is, or null
 bool on_stream_thread();
@@ -254,8 +252,7 @@ class Waiting {
 
 // ---- schedule (schedule.cpp)
 
-// The adversarial schedule:
-// called by the stream's thread before each task.
+// The adversarial schedule: called by the stream's thread before each task.
 void wait_for_turn(Stream& stream, uint64_t task_index);
 uint64_t mix(uint64_t x);
 void schedule_changed();  // a stream or a host thread began or ended to wait, or a stream ran out of work
@@ -263,8 +260,7 @@ extern std::atomic<int> hosts_waiting;
 
 // ---- faults (faults.cpp)
 
-// The error that this
-// call is to return, or success. `stream`: null for a call without one.
+// The error that this call is to return, or success. `stream`: null for a call without one.
 enum class Call { kCreate, kRecord, kWait, kQuery, kCount };
 aclError injected_error(Call call, const Stream* stream);
 bool task_is_to_fail(int32_t stream_id, uint64_t task);
@@ -274,8 +270,7 @@ aclError dead_stream(int32_t stream_id);
 
 // ---- memory (memory.cpp)
 
-// True when [p, p + n)
-// lies in one device allocation.
+// True when [p, p + n) lies in one device allocation.
 bool is_device_memory(const void* p, size_t n);
 
 }  // namespace softnpu

@@ -26,9 +26,7 @@ uint64_t hash_of(uint64_t seed, int32_t stream_id, uint64_t task_index) {
 }
 
 bool others_are_idle(const Stream& held) {
-  for (const Stream* stream : all_streams())
-    if (stream != &held && stream->runnable()) return false;
-  return true;
+  return !any_stream([&](const Stream& stream) { return &stream != &held && stream.runnable(); });
 }
 
 void hold(Stream& stream, uint32_t max_us) {

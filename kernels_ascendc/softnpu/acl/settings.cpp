@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 //
-// Settings, read from the environment once. A value that cannot be read stops the
-// process: a test that believes it runs on 512 MB must not run on the default.
+// Settings, read from the environment once. A value that cannot be read stops the process: a test that believes it runs
+// on 512 MB must not run on the default.
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>

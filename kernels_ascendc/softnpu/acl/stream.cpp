@@ -347,9 +347,9 @@ Stream* stream_of(aclrtStream handle) {
   return it->second;
 }
 
-std::vector<Stream*> all_streams() {
+bool any_stream(const std::function<bool(Stream&)>& is) {
   std::lock_guard<std::mutex> lock(registry().mutex);
-  return {registry().all.begin(), registry().all.end()};
+  return std::any_of(registry().all.begin(), registry().all.end(), [&](Stream* stream) { return is(*stream); });
 }
 
 std::vector<Stream*> streams_of_device(int device) {

@@ -569,7 +569,7 @@ def _(original: Any) -> Any:
 def _(original: Any) -> Any:
     def acquire(self: WorkspaceArena[Any], execution: Any) -> Any:
         for slot in self.slots:
-            for event in slot.fence_events.values():
+            for event in (event for events in slot.fence_events for event in events.values()):
                 event.synchronize()
         return original(self, execution)
 

@@ -368,6 +368,7 @@ class StockRuntime:
         lease = self.arena.acquire(execution) if graph is None else self.arena.replay(graph, execution)
         plan: StepPlan | None = None
         try:
+            self._void_in_doubt(chunks)
             plan = self.store.plan(chunks, lease.slot.index, usable=self._usable, in_doubt=self._in_doubt)
             lease.follow(
                 continues=[self._last[seat] for seat in plan.continued],
@@ -385,6 +386,13 @@ class StockRuntime:
             raise
         self._last.update(dict.fromkeys(plan.seats, lease))
         return StockExecution(self, lease, plan, tuple(chunks), graph)
+
+    def _void_in_doubt(self, chunks: Sequence[RequestChunk]) -> None:
+        """Fail those by name who would go on behind work that may never be over, before more work waits for it."""
+        seats = {self.store.seat(chunk.request) for chunk in chunks}
+        for last in {lease for seat, lease in self._last.items() if seat in seats}:
+            if last.void is not None and self.arena.in_doubt(last):
+                last.void(f"{last.execution} is in doubt: it waits for what was given up")
 
     def _check_tokens(self, chunks: Sequence[RequestChunk]) -> None:
         tokens = sum(chunk.tokens for chunk in chunks)

@@ -295,7 +295,7 @@ class World(Load):
         if style.depth is not None and len(arena.slots) >= 2 * style.depth:
             totals.steady_rounds += 1
             totals.expect(waits == 0, f"the host waits for no copy while the ring is large enough, and {waits} times")
-        allowed = 2 * len(arena.slots) * STREAMS + len(staging.entries)
+        allowed = 3 * len(arena.slots) * STREAMS + len(staging.entries)
         totals.expect(arena.events.created <= allowed, f"{arena.events.created} events were made, {allowed} are enough")
         totals.events = max(totals.events, arena.events.created)
         totals.events_allowed = max(totals.events_allowed, allowed)

@@ -8,8 +8,9 @@ all slots are in flight. Nothing is allocated here; what a slot consists of, its
 
 When nobody can prove that a lease is over (its fence is older than `fence_timeout_s`, cannot be recorded, or cannot be
 queried), it is quarantined: its slot is never leased again, its requests are void, and it is counted. Nothing brings it
-back; a worker whose slots are all quarantined cannot go on and says so. A slot that is handed on before its fence has
-passed is as old as its newest lease; what bounds the host there is the staging ring, which a hung device empties.
+back; a worker whose slots are all quarantined cannot go on and says so. Where a slot is handed on before its fence has
+passed, the fence that pends longest is kept as it is until it passes (`Slot.oldest`), so that no slot stays young by
+being handed on.
 
 Graphs have slots of their own, assigned by key at start-up, because a captured graph keeps their addresses.
 
@@ -97,21 +98,23 @@ class Slot(Generic[S]):
         index: its place in every array that belongs to slots.
         lease: who holds it; None between leases.
         last: the last lease that touched it, behind which it is free; None if nobody did yet.
+        oldest: the lease whose fence has pended longest, as far as is known; `last`, unless slots are handed on.
         sealed: sequence number of the seal of `last`.
-        sealed_at: when that was, in seconds of the arena's clock.
         quarantined: the lease for which it is never leased again; None while it may be.
         touch_events: ordering within a lease, by stream. See `fence.py`.
-        fence_events: the same for fences.
+        fence_events: the same for fences, twice: those of `oldest` are not recorded again while it is pending.
+        pinned: which of the two are those of `oldest`.
     """
 
     index: SlotIndex
     lease: Lease[S] | None = None
     last: Lease[S] | None = None
+    oldest: Lease[S] | None = None
     sealed: int = 0
-    sealed_at: float = 0.0
     quarantined: Lease[S] | None = None
     touch_events: dict[StreamId, OrderedEvent[S]] = field(default_factory=dict)
-    fence_events: dict[StreamId, OrderedEvent[S]] = field(default_factory=dict)
+    fence_events: tuple[dict[StreamId, OrderedEvent[S]], ...] = field(default_factory=lambda: ({}, {}))
+    pinned: int = 0
 
 
 class WorkspaceArena(Generic[S]):
@@ -267,11 +270,25 @@ class WorkspaceArena(Generic[S]):
         if self.trace is not None:
             self.trace.add("seal", lease.number, whole)
         slot.lease = None
-        if lease.fence is not None or not whole:
-            if lease.fence is not None or slot.last is None or slot.last.over():
-                slot.sealed_at = self._clock()  # otherwise it queued nothing, and the slot is as old as it was
-            slot.last = lease
-            slot.sealed = self._seals
+        if lease.fence is None and whole:
+            return
+        lease.sealed_at = self._clock()
+        if lease.fence is None and slot.last is not None and not slot.last.over():
+            lease.sealed_at = slot.last.sealed_at  # it queued nothing, and the slot is as old as it was
+        slot.last = lease
+        slot.sealed = self._seals
+
+    def fence_events(self, lease: Lease[S]) -> dict[StreamId, OrderedEvent[S]]:
+        """Called by the lease that is about to be sealed: the events that its fence may record."""
+        slot = lease.slot
+        if slot.oldest is None or slot.oldest.over():
+            # The last lease is not the oldest if it is pending still, and its events are then the other ones.
+            if slot.last is not None and not slot.last.over():
+                slot.oldest, slot.pinned = slot.last, 1 - slot.pinned
+            else:
+                slot.oldest = lease
+                return slot.fence_events[slot.pinned]
+        return slot.fence_events[1 - slot.pinned]
 
     def end_capture(self, lease: Lease[S], whole: bool) -> None:
         """Called by the lease: the capture is over. Nothing has run, so the slot stays behind what it was."""
@@ -331,7 +348,7 @@ class WorkspaceArena(Generic[S]):
             if slot.lease is lease:
                 slot.lease, slot.last = None, lease
             # Otherwise a later lease has left the slot: it is behind that one, which waited for this and has a fence.
-            if slot.last is lease and slot.quarantined is None:
+            if lease in (slot.last, slot.oldest) and slot.quarantined is None:
                 slot.quarantined = lease
             self.counters.quarantined += 1
             if self.trace is not None:
@@ -355,11 +372,20 @@ class WorkspaceArena(Generic[S]):
                 lease
                 for slot in self.slots
                 for lease in (slot.last, slot.lease)
-                if lease is not None
-                and not lease.over()
-                and lease.state is not LeaseState.QUARANTINED
-                and self._in_doubt(lease)
+                if lease is not None and lease.state is not LeaseState.QUARANTINED and self.in_doubt(lease)
             )
+
+    def in_doubt(self, lease: Lease[S]) -> bool:
+        """Whether a lease that is not over is quarantined, had its slot with one that is, or waits for one that is."""
+        if not self.counters.quarantined:
+            return False
+        with self.lock:
+            if lease.over():
+                return False
+            if lease.state is LeaseState.QUARANTINED or lease.slot.quarantined is not None:
+                return True  # in one slot, later leases wait for earlier ones, and may record their events again
+            lost = (slot.quarantined for slot in self.slots if slot.quarantined is not None)
+            return any(lease.follows.get(other.slot.index, 0) >= other.number for other in lost)
 
     def live(self) -> tuple[Lease[S], ...]:
         """Leases that may still touch their slots, quarantined ones included."""
@@ -409,7 +435,7 @@ class WorkspaceArena(Generic[S]):
             self._refuse("reset", self.live())
             self.epoch += 1
             for slot in self.slots:
-                slot.last = None
+                slot.last = slot.oldest = None
             if self.trace is not None:
                 self.trace.add("reset")
 
@@ -444,13 +470,11 @@ class WorkspaceArena(Generic[S]):
         return self._graphs[key]
 
     def _timed_out(self, slot: Slot[S]) -> bool:
-        """Whether a slot's pending fence is too old; quarantines it then."""
-        age = self._clock() - slot.sealed_at
-        if age <= self.fence_timeout_s or slot.last is None:
+        """Whether a slot's fence has been pending for too long; quarantines it then."""
+        oldest = slot.last if slot.oldest is None or slot.oldest.over() else slot.oldest
+        if oldest is None or (age := self._clock() - oldest.sealed_at) <= self.fence_timeout_s:
             return False
-        self.quarantine(
-            slot.last, f"its fence has not passed {age:.3g} s after its seal (limit {self.fence_timeout_s})"
-        )
+        self.quarantine(oldest, f"its fence has not passed {age:.3g} s after its seal (limit {self.fence_timeout_s})")
         return True
 
     def _find(self, execution: ExecutionId) -> Lease[S] | Settlement:
@@ -468,23 +492,15 @@ class WorkspaceArena(Generic[S]):
             return Settlement.ALREADY_RELEASED
         if lease.over():
             return Settlement.RELEASED
-        return Settlement.IN_DOUBT if self._in_doubt(lease) else Settlement.NOT_QUIESCED
-
-    def _in_doubt(self, lease: Lease[S]) -> bool:
-        """Whether a lease that is not over is quarantined, had its slot with one that is, or waits for one that is."""
-        if lease.state is LeaseState.QUARANTINED or lease.slot.quarantined is not None:
-            return True  # in one slot, later leases wait for earlier ones, and record the events of their fences again
-        lost = (slot.quarantined for slot in self.slots if slot.quarantined is not None)
-        return any(lease.follows.get(other.slot.index, 0) >= other.number for other in lost)
+        return Settlement.IN_DOUBT if self.in_doubt(lease) else Settlement.NOT_QUIESCED
 
     def _exhausted(self, execution: ExecutionId, slots: Sequence[Slot[S]]) -> Exhausted:
         # Where none of these slots is held, they are behind what is held elsewhere.
         held = [slot.lease for slot in slots if slot.lease] or [slot.lease for slot in self.slots if slot.lease]
-        holders = "; ".join(str(lease.execution) for lease in held)
         lost = [slot.quarantined for slot in slots if slot.quarantined]
-        message = (
-            f"{execution} wants a workspace slot, all {len(slots)} are held, or behind what is held, by: {holders}"
-        )
+        message = f"{execution} wants a workspace slot, and none of {len(slots)} is free"
+        if len(lost) < len(slots):
+            message += f": held, or behind what is held, by: {'; '.join(str(lease.execution) for lease in held)}"
         if lost:
             names = "; ".join(map(repr, lost))
             message += f". {len(lost)} are quarantined for ever, nobody can prove that these are over: {names}"

@@ -79,6 +79,7 @@ class Lease(Generic[S]):
         "fence",
         "follows",
         "number",
+        "sealed_at",
         "slot",
         "state",
         "touch_events",
@@ -102,6 +103,7 @@ class Lease(Generic[S]):
         self.captured = captured
         self.broken = False  # sealed without all of its launches
         self.fence: Fence[S] | None = None
+        self.sealed_at = 0.0  # seconds of the arena's clock
         #: By slot, the latest lease that a stream of this one waits for, directly or not.
         self.follows: dict[int, int] = {}
         # A captured event belongs to its graph: another capture must not record it again.
@@ -352,11 +354,12 @@ class Lease(Generic[S]):
                 whole = False  # pages changed owner, and no launch has waited for those who had them
             if self._streams:
                 events = {}
+                fence_events = arena.fence_events(self)
                 try:
                     for stream_id, stream in self._streams.items():
-                        event = self.slot.fence_events.get(stream_id)
+                        event = fence_events.get(stream_id)
                         if event is None:
-                            event = self.slot.fence_events[stream_id] = arena.events.new()
+                            event = fence_events[stream_id] = arena.events.new()
                         event.record(stream, stream_id)
                         events[stream_id] = event
                 except BaseException as error:

@@ -350,6 +350,21 @@ def _(original: Any) -> Any:
 
 
 @plant(
+    "step completed with its first launch",
+    "uBatch 1 goes on while uBatch 0 has still to launch the layer's prefill",
+    "decode and prefill are two launches",
+    Lease,
+    "touch",
+)
+def _(original: Any) -> Any:
+    def touch(self: Lease[Any], stream: Any, **what: Any) -> None:
+        original(self, stream, **what)
+        self._completed.add(what.get("step"))
+
+    return touch
+
+
+@plant(
     "broken execution sealed as whole",
     "who waits for it does not wait for what it should have waited for",
     "an execution breaks off behind one that still runs, and its seat is taken",

@@ -160,7 +160,8 @@ def test_an_exhausted_arena_names_the_holders() -> None:
     for ubatch in (0, 1):
         world.arena.acquire(ExecutionId(7, ubatch))
     with pytest.raises(
-        Exhausted, match=r"all 2 are held, or behind what is held, by: generation 7 ubatch 0.*generation 7 ubatch 1"
+        Exhausted,
+        match=r"none of 2 is free: held, or behind what is held, by: generation 7 ubatch 0.*generation 7 ubatch 1",
     ):
         world.arena.acquire(ExecutionId(8))
 
@@ -325,7 +326,9 @@ def test_a_fence_without_an_event_is_an_error() -> None:
 
 @pytest.mark.parametrize("progress", [True, False], ids=["device keeps up", "device stands still"])
 @pytest.mark.parametrize(("slots", "streams"), [(1, 1), (2, 2), (3, 4)])
-def test_events_made_are_two_per_slot_and_stream_however_many_leases(slots: int, streams: int, progress: bool) -> None:
+def test_events_made_are_two_or_three_per_slot_and_stream_however_many_leases(
+    slots: int, streams: int, progress: bool
+) -> None:
     world = World(0, slots=slots, streams=streams)
     for _ in range(1000):
         lease = world.arena.acquire(ExecutionId(world.mint.mint()))
@@ -334,7 +337,7 @@ def test_events_made_are_two_per_slot_and_stream_however_many_leases(slots: int,
         lease.seal()
         if progress:
             world.device.run()
-    assert world.arena.events.created == world.device.events <= 2 * slots * streams
+    assert world.arena.events.created == world.device.events <= (2 if progress else 3) * slots * streams
 
 
 def test_a_staging_entry_is_rewritten_only_after_its_copy() -> None:

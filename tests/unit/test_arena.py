@@ -28,7 +28,6 @@ from afd_dsv4.workspace.fence import EventError
 from afd_dsv4.workspace.identity import Domain, ExecutionId, ExecutionKind, Generation
 from afd_dsv4.workspace.lease import WHOLE, Lease, LeaseState, OrderError
 from afd_dsv4.workspace.order import check
-from afd_dsv4.workspace.staging import StagingLost, StagingRing
 from afd_dsv4.workspace.trace import Trace
 
 L = Lease[ModelStream]
@@ -126,7 +125,7 @@ class World:
 
     def states(self) -> list[tuple[object, ...]]:
         """All that the arena knows and an outsider can see."""
-        slots = [(s.lease, s.last, s.sealed, s.sealed_at, s.quarantined) for s in self.arena.slots]
+        slots = [(s.lease, s.last, s.oldest, s.sealed, s.quarantined) for s in self.arena.slots]
         leases = [(s.last.state, s.last.fence) for s in self.arena.slots if s.last]
         counters = self.arena.counters
         return [*slots, *leases, (counters.quarantined, counters.waits, counters.records), tuple(self.given())]
@@ -471,28 +470,38 @@ def test_a_capture_that_is_quarantined_frees_its_slot_because_nothing_of_it_runs
     assert world.arena.live() == ()
 
 
-def test_a_hung_stream_behind_a_slot_that_is_handed_on_again_and_again_is_found_by_the_staging_ring(
-    make: MakeWorld,
-) -> None:
-    """Every lease makes the slot younger. But each batch needs a staging entry, and none comes back."""
+def test_a_slot_is_as_old_as_the_fence_that_pends_longest_however_often_it_is_handed_on(make: MakeWorld) -> None:
+    world = make(slots=1)
+    a, b, _ = world.streams
+    a.hung = True
+    hung = world.sealed(1, a)
+    for world.now in (20, 40, 60):
+        world.sealed(100 + world.now, a, b)
+    assert world.arena.counters.handed_on == 3
+    world.now = 61
+    with pytest.raises(Exhausted) as caught:
+        world.open(2)
+    assert caught.value.fatal
+    assert "has not passed 61 s after its seal (limit 60)" in dict(world.voids)[1]
+    assert world.arena.slots[0].quarantined is hung
+    assert world.arena.watch() == (world.arena.slots[0].last,)  # it waits for the hung one
+
+
+def test_a_slot_that_is_always_pending_on_a_device_that_moves_is_never_given_up(make: MakeWorld) -> None:
+    """Whenever the slot is handed on, the last lease pends; the one before it has passed."""
     world = make(slots=1)
     a = world.streams[0]
-    a.hung = True
-    ring: StagingRing[ModelStream, None] = StagingRing(world.arena.events, [None, None], timeout_s=0.0)
-    for generation in (1, 2):
-        world.now = 59.0 * generation
-        entry, _ = ring.take()
-        lease = world.open(generation, a)
-        ring.copied(entry, a)
-        lease.seal()
-    assert world.arena.watch() == ()
+    world.now = 59
+    world.sealed(1, a)
+    for generation in range(2, 200):
+        world.now = 59 * generation
+        given = a.given
+        world.sealed(generation, a)
+        while a.given - len(a.queue) < given:
+            a.queue.popleft().run()
+    assert world.arena.counters.handed_on == 198
     assert world.arena.counters.quarantined == 0
-    with pytest.raises(StagingLost):
-        ring.take()
-    world.now = 118 + 60.5
-    assert world.arena.watch() == ()
-    assert world.arena.live() == (lease,)
-    assert lease.state is LeaseState.QUARANTINED
+    assert world.arena.events.created == 2  # the fence of the lease that pends longest, and that of the others
 
 
 def test_an_empty_lease_does_not_postpone_the_time_out_of_the_lease_before(make: MakeWorld) -> None:
@@ -621,16 +630,17 @@ def test_a_slot_handed_on_while_its_fence_was_pending_puts_the_new_lease_in_doub
     assert [slot.quarantined for slot in world.arena.slots] == [hung]
 
 
-def test_a_lease_whose_events_a_quarantined_one_recorded_again_is_in_doubt(make: MakeWorld) -> None:
+def test_later_leases_of_a_quarantined_slot_are_in_doubt(make: MakeWorld) -> None:
     world = make(slots=1)
     a = world.streams[0]
     first = world.sealed(1, a)
     world.now = 30
-    second = world.sealed(2, a)  # on the same stream: its fence is the same event, recorded again
-    world.now = 91
-    assert world.arena.watch() == ()
-    assert second.state is LeaseState.QUARANTINED
-    assert world.arena.settle(first) is Settlement.IN_DOUBT
+    second = world.sealed(2, a)
+    third = world.sealed(3, a)  # its fence is the event of the second, recorded again
+    world.now = 61
+    assert world.arena.watch() == (third,)
+    assert first.state is LeaseState.QUARANTINED
+    assert [world.arena.settle(lease) for lease in (first, second, third)] == [Settlement.IN_DOUBT] * 3
 
 
 # -- exhaustion
@@ -663,8 +673,8 @@ def test_exhausted_names_the_holders_and_the_lost_and_says_what_to_do(make: Make
         world.open(3)
     assert not caught.value.fatal
     assert str(caught.value) == (
-        "generation 3 ubatch 0 substep 0 (live, eager) wants a workspace slot, all 2 are held, or behind what is held, "
-        "by: generation 2 ubatch 0 substep 0 (live, eager). "
+        "generation 3 ubatch 0 substep 0 (live, eager) wants a workspace slot, and none of 2 is free: "
+        "held, or behind what is held, by: generation 2 ubatch 0 substep 0 (live, eager). "
         "1 are quarantined for ever, nobody can prove that these are over: "
         "Lease(1, slot 0, generation 1 ubatch 0 substep 0 (live, eager), quarantined). "
         "Finish executions, or configure more slots"
@@ -981,7 +991,7 @@ def test_a_graph_slot_that_is_held_is_not_replayed_into_and_the_holder_is_named(
     with world.captured("g", 1):
         pass
     world.arena.replay("g", graph_id(2))
-    with pytest.raises(Exhausted, match=r"all 1 are held.*by: generation 2 .*Finish") as caught:
+    with pytest.raises(Exhausted, match=r"none of 1 is free: held.*by: generation 2 .*Finish") as caught:
         world.arena.replay("g", graph_id(3))
     assert not caught.value.fatal
 

@@ -59,6 +59,7 @@ def execute(
     *,
     joined: Callable[[], bool] | None = None,
     settle: bool = True,
+    halves: bool = False,
 ) -> Thread:
     """One execution, step by step, as one thread does it.
 
@@ -70,6 +71,7 @@ def execute(
         faults: what goes wrong.
         joined: when it may begin.
         settle: ask for its end right away.
+        halves: each step is two launches, of the first request and of the others, on neighbouring streams.
     """
     yield joined
     name = f"{execution.generation}.{execution.ubatch}"
@@ -93,7 +95,12 @@ def execute(
                 return
             if faults.strikes("raise"):
                 raise Broken(f"at {step}")
-            run.launch(step, streams[index % len(streams)])
+            if halves:
+                run.launch(step, streams[index % len(streams)], requests=slice(1), complete=False)
+                yield None
+                run.launch(step, streams[(index + 1) % len(streams)], requests=slice(1, None))
+            else:
+                run.launch(step, streams[index % len(streams)])
     except (Broken, OrderError, DeviceFailed) as error:  # the layer above swallows it
         world.refused.append(error)
     yield None
@@ -220,6 +227,25 @@ def ubatches(
 
         threads += last.wrap([forward()])
         return [*threads, end_forward(world, last)] if fault == "die" else threads
+
+    return build
+
+
+def shared(halves: bool, fault: str = "") -> Build:
+    """Two uBatches that share an auxiliary stream, the second goes on with the requests of the first."""
+
+    def build(world: World) -> list[Thread]:
+        zero, one, auxiliary = world.streams
+        faults = Faults(world, fault)
+        names = ("p", "q") if halves else ("p",)
+
+        def begun() -> bool:
+            return bool(world.runs or world.refused)
+
+        return [
+            execute(world, live(1, 0), names, (zero, auxiliary), faults, halves=halves),
+            execute(world, live(1, 1), names, (one, auxiliary), faults, joined=begun),
+        ]
 
     return build
 
@@ -407,6 +433,11 @@ def programs() -> list[Program]:
                 allowed=(StillLeased, ArenaClosed),
             )
         add(f"{shape}, all settled twice", two, ubatches("", cut=cut), one(settle_again))
+    kinds = world(streams=3, kinds=("a", "b"))
+    add("cut requests beside an auxiliary stream", kinds, shared(False))
+    add("cut requests beside an auxiliary stream, raise", kinds, shared(False, "raise"), allowed=ANY_FAULT)
+    add("decode and prefill are two launches", world(streams=3), shared(True))
+    add("decode and prefill are two launches, raise", world(streams=3), shared(True, "raise"), allowed=ANY_FAULT)
     add("three layers of a cut request", world(layers=3), ubatches("", cut=True))
     add("three uBatches on three streams", world(streams=3, seats=3, layers=1), crowd(3), allowed=(Exhausted,))
     add(

@@ -308,7 +308,7 @@ class Worker(RuleBasedStateMachine):
         assert set(held) == {execution.lease for execution in self.executions}
         lost = sum(execution.lease.state is LeaseState.QUARANTINED for execution in self.ended)
         assert self.arena.counters.quarantined == lost
-        assert self.arena.events.created <= 2 * SLOTS * STREAMS + SLOTS + 1
+        assert self.arena.events.created <= 3 * SLOTS * STREAMS + SLOTS + 1
 
     @invariant()
     def an_open_execution_goes_on(self) -> None:

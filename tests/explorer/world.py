@@ -290,16 +290,16 @@ class Run:
 
         return ready
 
-    def launch(self, step: Step, stream: OracleStream, *, complete: bool = True) -> None:
-        """Scatter the layer's ids where the table has others, and compress."""
+    def launch(self, step: Step, stream: OracleStream, *, requests: slice = slice(None), complete: bool = True) -> None:
+        """Scatter the layer's ids where the table has others, and compress; decode and prefill may be two launches."""
         layer, kind = step
         scatter = self.layer != layer
         writes = (("pages", kind), "table") if scatter else (("pages", kind),)
         self.lease.touch(stream, reads=("lists", "table"), writes=writes, step=step)
-        self.queue(step, stream, scatter)
+        self.queue(step, stream, scatter, requests)
         self.layer = layer
-        self.launched.append(step)
         if complete:
+            self.launched.append(step)
             self.lease.complete(step)
 
     def replay(self, key: Hashable, stream: OracleStream) -> None:
@@ -310,11 +310,11 @@ class Run:
         self.launched = list(self.world.steps)
         self.lease.complete(WHOLE)
 
-    def queue(self, step: Step, stream: OracleStream, scatter: bool) -> None:
+    def queue(self, step: Step, stream: OracleStream, scatter: bool, requests: slice) -> None:
         """The work itself; captured, it is that of whoever replays it."""
         slot = (self.lease.slot.index, self.world.memory)
         scattered = Template(lambda run: run.scatter(step, slot))
-        compressed = Template(lambda run: run.compress(step, slot))
+        compressed = Template(lambda run: run.compress(step, slot, requests))
         capturing = self.world.device.capturing()
         if scatter:
             self.world.device.launch(stream, scattered if capturing else scattered.bind(self))
@@ -324,10 +324,10 @@ class Run:
         lists, ids = ((("lists", *slot), (self.name,)),), ((("table", *slot), (self.name, step[0])),)
         return Work(f"{self.name} scatters {step}", lists, ids)
 
-    def compress(self, step: Step, slot: tuple[int, int]) -> Work:
+    def compress(self, step: Step, slot: tuple[int, int], requests: slice) -> Work:
         reads: list[tuple[Resource, Stamp]] = [(("table", *slot), (self.name, step[0]))]
         writes: list[tuple[Resource, Stamp]] = []
-        for request, pages in zip(self.requests, self.pages.get(step, []), strict=True):
+        for request, pages in list(zip(self.requests, self.pages.get(step, []), strict=True))[requests]:
             reads += pages.history
             writes.append((pages.fresh, (request.name, self.name, *step)))
         return Work(f"{self.name} compresses {step}", tuple(reads), tuple(writes))

@@ -59,9 +59,9 @@ INSIDE = tuple(fault for fault in Fault if fault not in ENDINGS)
 NEED_HOLD = (Fault.CANCEL, Fault.STALL, Fault.FENCE, Fault.WATCH, Fault.DRAIN, Fault.DOUBT)
 GROUP = 3  # rounds of one runtime; the last one ends with a fault
 PER_FORWARD = 1.7  # executions, on average
-DETECTED = 60  # executions of a runtime under the race detector
+DETECTED = 40  # executions of a runtime under the race detector
 ROUND_LIMIT_S = 300  # a process that takes longer for a round hangs: it says where, and ends
-HOST_GROWTH = 48 << 20  # most bytes by which a process may grow between its first round and its last
+HOST_GROWTH = 32 << 20  # most bytes by which a process may grow between its first round and its last
 UNORDERED_ROUNDS = 4
 UNORDERED_EXECUTIONS = 150
 
@@ -439,7 +439,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m afd_dsv4.evidence.soak", description="Soak workspace leases.")
     parser.add_argument("--seed", type=int, default=20261130, help="of load and faults")
     parser.add_argument("--executions", type=int, default=100_000, help="at least so many (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=100, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--device", default="npu", help="npu, real or software, or cuda (default: %(default)s)")
     parser.add_argument("--jobs", type=int, help="processes (default: 2 on the software NPU, else 1)")
     asked = parser.parse_args(arguments)

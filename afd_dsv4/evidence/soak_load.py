@@ -44,7 +44,7 @@ LENGTH = 400  # positions of a request
 CHUNKS = (2, 3, 4, 5, 7, 8, 9, 16, 31, 32, 33, 64, 100)
 FENCE_TIMEOUT_S = 60.0  # of a clock that the soak turns
 STREAMS = 3
-LEDGER_WORDS = 4 << 20
+LEDGER_WORDS = 1 << 20
 FORWARD_WORDS = 1 << 17  # more than any forward leaves in one ledger
 
 

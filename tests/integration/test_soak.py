@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -14,9 +16,11 @@ import torch
 
 from afd_dsv4.evidence.soak import World, failures, main, sees_disorder, soak
 from afd_dsv4.evidence.soak_load import SEATS, Fault, Lab, NoDevice, Style, Totals
-from afd_dsv4.evidence.stamps import Audit
+from afd_dsv4.evidence.stamps import PER_WORD, Audit, Rows, salt
 from afd_dsv4.geometry import CompressorKind
 from afd_dsv4.softnpu import runtime as softnpu
+from afd_dsv4.tail.rows import TailShape
+from afd_dsv4.tail.tables import RequestChunk, RequestId
 from afd_dsv4.workspace.identity import ExecutionId
 
 pytestmark = pytest.mark.npu
@@ -148,6 +152,59 @@ def test_a_seat_in_doubt_that_nobody_expects_is_a_violation(lab: Lab) -> None:
     torch.npu.synchronize()
     assert any("are in doubt" in violation for violation in closed(world).violations)
     assert SEATS > 1
+
+
+def rows_the_long_way(ratio: int, page_rows: int, columns: int, chunks: list[RequestChunk]) -> tuple[set, set]:
+    """History pages, and written rows with their place, by cell; row by row."""
+
+    def needed(position: int) -> set[int]:
+        """Rows before `position` that some window ending at or behind it pools."""
+        first = position // ratio * ratio - (ratio if ratio == 4 else 0)
+        return {row for row in range(position) if row >= first}
+
+    pages, written = set(), set()
+    for index, chunk in enumerate(chunks):
+        reach = ratio if ratio == 4 else 0
+        period = math.lcm(ratio, page_rows)
+        base = max(base for base in range(0, chunk.start + 1, period) if base <= max(chunk.start - reach, 0))
+        history = {row // page_rows for row in needed(chunk.start)}
+        tail = {row // page_rows for row in needed(chunk.end)}
+        pages |= {index * columns + page - base // page_rows for page in history}
+        for row in range(chunk.start, chunk.end):
+            if row // page_rows in history | tail:
+                cell = index * columns + (row - base) // page_rows
+                written.add((cell, row % page_rows))
+    return pages, written
+
+
+@pytest.mark.parametrize(("ratio", "page_rows"), [(4, 2), (4, 4), (4, 8), (128, 32), (128, 8)])
+def test_a_launch_touches_the_rows_that_the_stock_operator_would(ratio: int, page_rows: int) -> None:
+    rng = random.Random(ratio)
+    shape = TailShape(ratio, ratio == 4, page_rows, layers=2)
+    columns = shape.columns(160)
+    for _ in range(60):
+        starts = [rng.choice([0, 1, rng.randint(0, 400)]) for _ in range(3)]
+        chunks = [RequestChunk(RequestId("r"), start, start + rng.choice([1, 2, 5, 128, 160])) for start in starts]
+        rows = Rows.of(shape, columns, [(7, chunk) for chunk in chunks])
+        pages, written = rows_the_long_way(ratio, page_rows, columns, chunks)
+        cells = rows.cells.tolist()
+        assert len(cells) == rows.history + len(rows.places) == rows.history + len(rows.stamps)
+        assert (set(cells[: rows.history]), rows.history) == (pages, len(pages))
+        found = list(zip(cells[rows.history :], rows.places.tolist(), strict=True))
+        assert (set(found), len(found)) == (written, len(written))
+
+
+def test_no_two_rows_have_a_word_in_common() -> None:
+    stamps = {
+        (int(stamp) + int(salt(layer, kind)) + word * PER_WORD) % 2**32
+        for layer, kind in itertools.product(range(3), CompressorKind)
+        for request in range(1, 40)
+        for stamp in Rows.of(
+            TailShape(4, True, 4, layers=1), 30, [(request, RequestChunk(RequestId("r"), 0, 8))]
+        ).stamps
+        for word in range(16)
+    }
+    assert len(stamps) == 9 * 39 * 4 * 16, "the tail of 8 rows is 4 rows"
 
 
 def test_the_verdict_names_everything_that_is_wrong() -> None:

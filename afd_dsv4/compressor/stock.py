@@ -284,10 +284,16 @@ class StockRuntime:
             generation: from `mint`; None mints one.
 
         Raises:
+            ValueError: no requests, or more of them, or tokens, than the runtime was sized for.
             CaptureError: `key` has no slot, or executions are open.
         """
         if not chunks:
             raise ValueError(f"graph {key!r} is to be captured without requests; there is nothing to launch")
+        if len(chunks) > self.store.max_num_seqs:
+            raise ValueError(
+                f"graph {key!r} is to be captured for {len(chunks)} requests in a runtime for "
+                f"{self.store.max_num_seqs}; capture a smaller one, or raise max_num_seqs"
+            )
         self._check_tokens(chunks)
         execution = ExecutionId(generation or self._mint.mint(), 0, 0, Domain.GRAPH, ExecutionKind.CAPTURE)
         with self._beginning:  # what is half begun may ask events, which a capture forbids

@@ -374,6 +374,18 @@ def test_a_key_without_a_slot_is_refused_and_the_engine_goes_on_eagerly() -> Non
     load.check()
 
 
+def test_a_capture_is_for_as_many_requests_and_tokens_as_the_runtime_was_sized_for() -> None:
+    runtime = World(0, graphs=[("decode",)]).runtime
+    chunks = [RequestChunk(RequestId(f"captured {i}"), 0, 1) for i in range(4)]
+    with pytest.raises(ValueError, match="captured for 4 requests in a runtime for 3"):
+        runtime.capture("decode", chunks)
+    with pytest.raises(ValueError, match="captured without requests"):
+        runtime.capture("decode", [])
+    with pytest.raises(ValueError, match="1501 tokens in a runtime sized for 1500"):
+        runtime.capture("decode", [RequestChunk(RequestId("captured"), 0, 1501)])
+    assert runtime.arena.events.captures == 0
+
+
 def test_a_replay_after_the_arena_was_reset_is_refused_until_the_graph_is_captured_anew() -> None:
     world = World(0, graphs=[("decode",)])
     load = Load(world)

@@ -28,13 +28,12 @@ from afd_dsv4.workspace.arena import CaptureError, Exhausted, Settlement, StillL
 from afd_dsv4.workspace.fence import EventError
 from afd_dsv4.workspace.lease import OrderError
 from afd_dsv4.workspace.order import check
-from tests.stock_world import HIDDEN, LAYERS, Request, World, small_hidden_size
+from tests.stock_world import HIDDEN, Request, World, small_hidden_size
 
 __all__ = ["small_hidden_size"]  # a fixture
 
 pytestmark = pytest.mark.npu
 
-Padding = str
 ROPE_DIM = 64
 PROMPTS = (126, 200, 61)  # a decode or two from a window's end of either ratio
 
@@ -531,4 +530,3 @@ def test_a_closed_runtime_replays_nothing() -> None:
     assert world.runtime.close(drain_s=5) == ()
     with pytest.raises(RuntimeError, match="after the arena was closed"):
         world.runtime.begin_replay("decode", load.chunks({"a": 1}))
-    assert LAYERS.compressors == world.geometry.compressors

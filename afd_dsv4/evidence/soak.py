@@ -61,7 +61,7 @@ GROUP = 3  # rounds of one runtime; the last one ends with a fault
 PER_FORWARD = 1.7  # executions, on average
 DETECTED = 40  # executions of a runtime under the race detector
 ROUND_LIMIT_S = 300  # a process that takes longer for a round hangs: it says where, and ends
-HOST_GROWTH = 32 << 20  # most bytes by which a process may grow between its first round and its last
+HOST_GROWTH = 48 << 20  # most bytes by which a process may grow between its first round and its last
 UNORDERED_ROUNDS = 4
 UNORDERED_EXECUTIONS = 150
 
@@ -488,7 +488,7 @@ def report(totals: Totals, parts: Sequence[Totals], blind: Sequence[int], second
         f"host waits {totals.host_waits}, for staging only; 0 in {totals.steady_rounds} rounds with a full ring\n"
         f"events of a runtime {totals.events}, at most {totals.events_allowed} are allowed\n"
         f"host memory, first to last round, in MiB: {memory}; at most {HOST_GROWTH >> 20} more are allowed\n"
-        f"lost: {', '.join(f'{count} {what}' for what, count in totals.lost.items())}\n"
+        f"lost: {', '.join(f'{count} {what}' for what, count in totals.lost.items()) or 'nothing'}\n"
         f"time: {seconds:.0f} s"
     )
     for what in totals.violations[:20]:

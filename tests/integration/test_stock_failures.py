@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import threading
 import weakref
 from collections import deque
@@ -598,6 +599,28 @@ def test_an_event_that_never_completes_is_given_up_and_who_waits_for_it_is_named
     engine.world.pending.clear()
     runtime.end_request(RequestId("b"))
     del engine.requests["b"]
+    engine.settled(lost_slots=1)
+
+
+def test_who_would_go_on_behind_work_in_doubt_is_failed_by_name_and_queues_nothing() -> None:
+    """c was never on the hung stream; but its last execution waits for it, because b is in the same batch."""
+    engine = Engine()
+    engine.prompts()
+    runtime = engine.runtime
+    healthy, hung = engine.streams
+    softnpu.hang_stream(hung)
+    engine.forward({"b": 3}, stream=hung)
+    engine.now = 30
+    engine.forward({"b": 2, "c": 2}, stream=healthy)
+    engine.now = 61
+    (second,) = runtime.arena.watch()
+    waits, leases = runtime.arena.counters.waits, runtime.arena.counters.leases
+    engine.void("c", match=f"{re.escape(str(second.execution))} is in doubt: it waits for what was given up")
+    assert (runtime.arena.counters.waits, runtime.arena.counters.leases) == (waits, leases + 1)
+    softnpu.release_stream(hung)
+    torch.npu.synchronize()
+    engine.world.pending.clear()
+    engine.start_anew("b", "c")
     engine.settled(lost_slots=1)
 
 

@@ -139,7 +139,7 @@ class World(Load):
         self.forward(rng, style, None, [request.chunk(rng.choice(CHUNKS[:8])) for request in self.requests])
         self.lab.module.synchronize()
         style = Style(style.threads, style.auxiliary)
-        held = self.lab.hold(self.lab.streams[0])
+        first, second = map(self.lab.hold, self.lab.streams)
         flying = []
         for stream in range(2):
             chunk = victim.chunk(rng.randint(1, 4))
@@ -148,9 +148,13 @@ class World(Load):
         seat = self.runtime.store.seat(victim.name)
         self.end(victim)
         heir = self.new()
-        self.forward(rng, style, None, [heir.chunk(5)], cut_at=5, stream=rng.randrange(2))
+        ahead = self.lab.streams[0].record_event()
+        taken = self.forward(rng, style, None, [heir.chunk(5)], cut_at=5)[0].lease
         self.totals.expect(self.runtime.store.seat(heir.name) == seat, "the seat of the cancelled request is taken")
-        held.open()
+        first.open()
+        ahead.synchronize()  # the heir could run now, and be overwritten, if it did not wait for the second forward
+        self.totals.expect(not any(taken.over() for _ in range(300)), "the heir waits for who had its seat")
+        second.open()
         self.lab.module.synchronize()
         self.end(other)  # room, so that the next is not refused for want of a seat
         self.expect_refusal(victim, UnknownPosition, victim.name)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from afd_dsv4.workspace.arena import Exhausted, Settlement
 from afd_dsv4.workspace.identity import ExecutionId
@@ -88,7 +88,6 @@ class Outcome:
         fresh: no earlier schedule of the program queued the same.
         unordered: what the order checker says of the trace.
         broken: what else is not as it must be.
-        all: with this one, all schedules of the program have been run.
     """
 
     choices: tuple[int, ...]
@@ -96,36 +95,55 @@ class Outcome:
     fresh: bool
     unordered: tuple[str, ...]
     broken: tuple[str, ...]
-    all: bool = False
 
     @property
     def clean(self) -> bool:
         return not (self.explored.violating or self.explored.stuck or self.unordered or self.broken)
 
 
-def schedules(program: Program, limit: int, seed: int = 0) -> Iterator[Outcome]:
-    """Distinct host schedules of a program: all of them, in depth-first order, where there are not too many.
+class Schedules:
+    """Distinct host schedules of a program: all of them, where there are not too many.
 
-    Of more than `limit`, half are the first ones and half are drawn at random, each once, until 50 draws in a row bring
-    nothing new.
+    Of more than `limit`, half are the first ones in depth-first order and half are drawn at random.
+
+    Attributes:
+        all: once iterated over, whether there are no others.
     """
-    cache: dict[Jobs, Explored] = {}
-    seen: set[tuple[int, ...]] = set()
-    following: list[int] | None = []
-    while following is not None and len(seen) < (limit + 1) // 2:
-        chooser = Chooser(following)
-        outcome = run(program, chooser, cache)
-        following = chooser.following()
-        seen.add(outcome.choices)
-        yield replace(outcome, all=following is None)
-    rng = random.Random(f"{program.name} {seed}")
-    stale = 0
-    while following is not None and len(seen) < limit and stale < 50:
-        outcome = run(program, Chooser([], rng), cache)
-        stale += 1
-        if outcome.choices not in seen:
-            seen.add(outcome.choices)
-            stale = 0
+
+    def __init__(self, program: Program, limit: int, seed: int = 0) -> None:
+        self._program = program
+        self._limit = limit
+        self._rng = random.Random(f"{program.name} {seed}")
+        self._cache: dict[Jobs, Explored] = {}
+        self._seen: set[tuple[int, ...]] = set()
+        self._following: list[int] | None = []
+        self.all = False
+
+    def __iter__(self) -> Iterator[Outcome]:
+        yield from self._first((self._limit + 1) // 2)
+        yield from self._drawn()
+        yield from self._first(self._limit)
+        self.all = self._following is None
+
+    def _first(self, limit: int) -> Iterator[Outcome]:
+        """Depth first, from where this left off."""
+        while self._following is not None and len(self._seen) < limit:
+            chooser = Chooser(self._following)
+            outcome = run(self._program, chooser, self._cache)
+            self._following = chooser.following()
+            yield from self._new(outcome)
+
+    def _drawn(self) -> Iterator[Outcome]:
+        """At random, until the limit, or until most draws bring nothing new: then depth first is faster."""
+        stale = 0
+        while self._following is not None and len(self._seen) < self._limit and stale < 20:
+            outcome = run(self._program, Chooser([], self._rng), self._cache)
+            stale = stale + 1 if outcome.choices in self._seen else 0
+            yield from self._new(outcome)
+
+    def _new(self, outcome: Outcome) -> Iterator[Outcome]:
+        if outcome.choices not in self._seen:
+            self._seen.add(outcome.choices)
             yield outcome
 
 

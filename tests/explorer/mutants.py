@@ -19,7 +19,7 @@ from afd_dsv4.workspace.arena import Exhausted, Settlement, WorkspaceArena
 from afd_dsv4.workspace.fence import EventSource, Fence, OrderedEvent
 from afd_dsv4.workspace.lease import Lease, LeaseState
 from afd_dsv4.workspace.staging import StagingRing
-from tests.explorer.hosts import Program, schedules
+from tests.explorer.hosts import Program, Schedules
 from tests.explorer.programs import programs
 from tests.explorer.world import Run, World
 
@@ -114,7 +114,7 @@ def hunt(mutant: Mutant, *, limit: int, seed: int = 0, enough: int | None = None
     """
     finding = Finding()
     with planted(mutant):
-        for outcome in schedules(program_of(mutant), limit, seed):
+        for outcome in Schedules(program_of(mutant), limit, seed):
             corrupt = outcome.explored.violating > 0
             example = [*outcome.unordered, *outcome.broken, *map(str, outcome.explored.witness or ())]
             finding = Finding(

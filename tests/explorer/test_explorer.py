@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from afd_dsv4.device.model import ModelDevice, Task
 from tests.explorer.__main__ import explain, main
 from tests.explorer.graph import explore
-from tests.explorer.hosts import Chooser, Program, run, schedules
+from tests.explorer.hosts import Chooser, Program, Schedules, run
 from tests.explorer.judge import Jobs, jobs, judge
 from tests.explorer.mutants import MUTANTS, Mutant, hunt, program_of
 from tests.explorer.oracle import OracleDevice, Work
@@ -28,7 +28,7 @@ from tests.explorer.world import Thread, World
 
 @pytest.mark.parametrize("program", programs(), ids=lambda program: program.name)
 def test_no_schedule_of_the_shipped_protocol_violates_anything(program: Program) -> None:
-    for outcome in schedules(program, 40):
+    for outcome in Schedules(program, 40):
         assert outcome.clean, explain(outcome)
 
 
@@ -45,7 +45,7 @@ def test_a_planted_fault_is_found(mutant: Mutant) -> None:
 @pytest.mark.parametrize("name", sorted({mutant.program for mutant in MUTANTS}))
 def test_the_program_of_a_mutant_is_clean_without_it_in_all_the_schedules_looked_at(name: str) -> None:
     mutant = next(mutant for mutant in MUTANTS if mutant.program == name)
-    assert all(outcome.clean for outcome in schedules(program_of(mutant), 120))
+    assert all(outcome.clean for outcome in Schedules(program_of(mutant), 120))
 
 
 def test_a_planted_fault_is_gone_afterwards() -> None:
@@ -71,13 +71,21 @@ def test_host_schedules_are_all_interleavings_each_once() -> None:
 
     program = Program("toy", World, lambda _world: [thread(0, 3), thread(1, 4)])
     seen = set()
-    for outcome in schedules(program, 1000):
+    schedules = Schedules(program, 1000)
+    for outcome in schedules:
         assert outcome.clean
         seen.add(tuple(log))
-        last = outcome
         log.clear()
-    assert last.all
+    assert schedules.all
     assert len(seen) == math.comb(7, 3)
+
+
+def test_where_there_are_more_schedules_than_the_limit_each_comes_once_and_none_is_called_all() -> None:
+    program = programs()[0]
+    schedules = Schedules(program, 200)
+    seen = [outcome.choices for outcome in schedules]
+    assert len(seen) == len(set(seen)) == 200
+    assert not schedules.all
 
 
 def test_a_query_is_answered_both_ways_until_it_must_have_passed() -> None:
@@ -91,7 +99,7 @@ def test_a_query_is_answered_both_ways_until_it_must_have_passed() -> None:
         event.record(stream)
         answers.append((event.query(), event.query(), event.query()))
 
-    assert all(outcome.clean for outcome in schedules(Program("toy", World, lambda world: [asks(world)]), 1000))
+    assert all(outcome.clean for outcome in Schedules(Program("toy", World, lambda world: [asks(world)]), 1000))
     assert sorted(answers) == [
         (False, False, False),
         (False, False, True),
@@ -115,14 +123,14 @@ def test_a_query_behind_a_hung_stream_is_pending() -> None:
 
 def test_a_schedule_is_repeated_by_its_choices() -> None:
     program = programs()[0]
-    for outcome in schedules(program, 20, seed=7):
+    for outcome in Schedules(program, 20, seed=7):
         again = run(program, Chooser(list(outcome.choices)), {})
         assert (again.choices, again.explored) == (outcome.choices, outcome.explored)
 
 
 def test_the_same_seed_draws_the_same_schedules() -> None:
     program = programs()[0]
-    first, second, other = ([o.choices for o in schedules(program, 60, seed)] for seed in (1, 1, 2))
+    first, second, other = ([o.choices for o in Schedules(program, 60, seed)] for seed in (1, 1, 2))
     assert first == second
     assert first != other
 

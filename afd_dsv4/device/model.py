@@ -82,16 +82,25 @@ class ModelStream:
 
     def put(self, run: Task, behind: Point | None = None) -> Point:
         """Queue one entry; the point right behind it."""
-        self.queue.append(Entry(_always if behind is None else behind.passed, run, behind))
+        entry = Entry(_always if behind is None else behind.passed, run, behind)
+        self.queue.append(entry)
         self.given += 1
+        if self.graph is not None:
+            self.graph.entries.append((self, entry))
         return Point(self, self.given)
 
 
 class ModelGraph:
-    """What was queued during a capture, by stream. Its entries never run themselves; each replay queues copies."""
+    """What was queued during a capture, by stream. Its entries never run themselves; each replay queues copies.
+
+    Attributes:
+        streams: what stands for each stream inside.
+        entries: all of them, in the order of the capture.
+    """
 
     def __init__(self) -> None:
         self.streams: dict[ModelStream, ModelStream] = {}
+        self.entries: list[tuple[ModelStream, Entry]] = []
 
     def shadow(self, stream: ModelStream) -> ModelStream:
         """The queue inside the graph of what `stream` is given while it is captured."""
@@ -176,6 +185,10 @@ class ModelDevice:
         self.events += 1
         return ModelEvent(self)
 
+    def refused_by_capture(self, error: Exception) -> bool:
+        """See `api.Device`."""
+        return isinstance(error, CaptureViolation)
+
     def capturing(self) -> bool:
         """See `api.Device`. Every stream is captured while one is."""
         return self._graph is not None
@@ -200,10 +213,9 @@ class ModelDevice:
         copies = {shadow: self.stream() for shadow in graph.streams.values()}
         for copy in copies.values():
             copy.put(_nothing, fork)
-        for shadow, copy in copies.items():
-            for entry in shadow.queue:
-                behind = entry.behind and Point(copies[entry.behind.stream], entry.behind.given + 1)
-                copy.put(entry.run, behind)
+        for shadow, entry in graph.entries:
+            behind = entry.behind and Point(copies[entry.behind.stream], entry.behind.given + 1)
+            copies[shadow].put(entry.run, behind)
         for copy in copies.values():
             stream.put(_nothing, Point(copy, copy.given))
 

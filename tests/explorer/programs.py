@@ -470,5 +470,7 @@ def programs() -> list[Program]:
     eager = in_a_row((("q",), (0,)), (("q",), (1,)))
     add("graph", graphs, one(captured), one(asks_for_a_graph_nobody_named), allowed=(CaptureError,))
     add("graph beside eager executions", graphs, one(captured), eager, allowed=(CaptureError,))
+    layers = world(slots=1, layers=3, graphs=("g",))
+    add("graph of three layers on two streams in turn", layers, one(captured), allowed=(CaptureError,))
     add("graph, and its memory is replaced", graphs, one(recaptured), allowed=(CaptureError,))
     return out

@@ -173,6 +173,13 @@ def watcher(world: World, passes_s: float = 0.0) -> Thread:
     world.arena.watch()
 
 
+def clock(world: World, seconds: float) -> Thread:
+    """Time passes, now and then."""
+    for _ in range(2):
+        yield None
+        world.now += seconds
+
+
 def hang(world: World, stream: int) -> Thread:
     """A stream dies."""
     yield None
@@ -433,6 +440,15 @@ def programs() -> list[Program]:
                 allowed=(StillLeased, ArenaClosed),
             )
         add(f"{shape}, all settled twice", two, ubatches("", cut=cut), one(settle_again))
+    add(
+        "a stream dies under every other execution, and time passes",
+        two,
+        in_a_row((("p",), (0,)), (("p",), (1,)), (("p",), (0,)), (("q",), (0,))),
+        one(hang, 1),
+        one(clock, TIMEOUT_S * 0.6),
+        allowed=(Exhausted, Refused),
+        loses=True,
+    )
     kinds = world(streams=3, kinds=("a", "b"))
     add("cut requests beside an auxiliary stream", kinds, shared(False))
     add("cut requests beside an auxiliary stream, raise", kinds, shared(False, "raise"), allowed=ANY_FAULT)

@@ -30,7 +30,7 @@ from afd_dsv4.geometry import CompressorKind, ModelGeometry, PageLayout
 from afd_dsv4.tail.rows import TailShape
 from afd_dsv4.tail.store import SeatIndex, StepPlan, TailStore
 from afd_dsv4.tail.tables import NO_COLUMN, PageList, RequestChunk, RequestId
-from afd_dsv4.workspace.arena import CaptureError, WorkspaceArena
+from afd_dsv4.workspace.arena import ArenaClosed, CaptureError, WorkspaceArena
 from afd_dsv4.workspace.identity import Domain, ExecutionId, ExecutionKind, Generation, GenerationMint
 from afd_dsv4.workspace.lease import WHOLE, Lease, LeaseState, OrderError
 from afd_dsv4.workspace.sizing import size_workspace, tail_shapes
@@ -273,10 +273,11 @@ class StockRuntime:
     def capture(
         self, key: Hashable, chunks: Sequence[RequestChunk], *, generation: Generation | None = None
     ) -> StockExecution:
-        """Begin the capture of a graph; call it, `compress` and `finish` within the capture.
+        """Begin the capture of a graph; call `compress` within it.
 
-        Its page lists are empty (rule 7): the chunks give the shape of the launches and nothing else. Until `finish`
-        nothing else may begin.
+        Its page lists are empty (rule 7): the chunks give the shape of the launches and nothing else. From here to
+        `finish` nothing else may begin, and no thread queries an event. So where other threads may look at the arena,
+        begin before the capture and finish after it: `with runtime.capture(...) as execution, torch.npu.graph(graph)`.
 
         Args:
             key: of the graph, one of `graphs`.
@@ -296,8 +297,6 @@ class StockRuntime:
             )
         self._check_tokens(chunks)
         execution = ExecutionId(generation or self._mint.mint(), 0, 0, Domain.GRAPH, ExecutionKind.CAPTURE)
-        with self._beginning:  # what is half begun may ask events, which a capture forbids
-            lease = self.arena.capture(key, execution)
         lists = {
             ratio: PageList(
                 shape=shape,
@@ -308,10 +307,13 @@ class StockRuntime:
             ).padded(len(chunks))
             for ratio, shape in self.shapes.items()
         }
-        self._captured[key] = len(chunks), sum(chunk.tokens for chunk in chunks)
-        for table in self.tables[lease.slot.index].values():
-            table.layer = None
-        return StockExecution(self, lease, StepPlan(lists, (), ()), tuple(chunks))
+        # What is half begun may ask events, which a capture forbids.
+        with self._beginning, self.arena.lock:
+            lease = self.arena.capture(key, execution)
+            self._captured[key] = len(chunks), sum(chunk.tokens for chunk in chunks)
+            for table in self.tables[lease.slot.index].values():
+                table.layer = None
+            return StockExecution(self, lease, StepPlan(lists, (), ()), tuple(chunks))
 
     def begin_replay(
         self, key: Hashable, chunks: Sequence[RequestChunk], *, generation: Generation | None = None
@@ -342,13 +344,15 @@ class StockRuntime:
         # The staging ring may make the host wait. Other threads must be able to launch meanwhile, or what the copies
         # wait for may never be queued: so its entry is taken before the lock of the arena, under one of `begin` alone.
         with self._beginning:
+            if self.arena.closed:
+                raise ArenaClosed(f"{execution} wants a workspace slot after the arena was closed")
             if self.arena.events.mute():
                 raise CaptureError(
                     f"{execution} begins while a graph is captured, which may not ask events what is free; "
                     f"begin before the capture or after it, and inside it call capture() only"
                 )
-            entry, host = self.staging.take()
             stream = self.device.current_stream()
+            entry, host = self.staging.take()
             with self.arena.lock:
                 try:
                     begun = self._begin(chunks, execution, graph, rows, host, stream)
@@ -371,10 +375,12 @@ class StockRuntime:
         host: dict[int, _Lists],
         stream: Any,
     ) -> StockExecution:
+        # By name first: who fails so need not wait for a slot, and must not take one from others.
+        self._void_in_doubt(chunks)
+        self.store.refuse_void(chunks)
         lease = self.arena.acquire(execution) if graph is None else self.arena.replay(graph, execution)
         plan: StepPlan | None = None
         try:
-            self._void_in_doubt(chunks)
             plan = self.store.plan(chunks, lease.slot.index, usable=self._usable, in_doubt=self._in_doubt)
             lease.follow(
                 continues=[self._last[seat] for seat in plan.continued],
@@ -414,7 +420,7 @@ class StockRuntime:
 
     def _in_doubt(self, seat: SeatIndex) -> bool:
         """Whether the device may touch a seat's pages at any time."""
-        return seat in self._last and self._last[seat].state is LeaseState.QUARANTINED
+        return seat in self._last and self.arena.in_doubt(self._last[seat])
 
     def mint(self) -> Generation:
         """A generation for a forward whose uBatches are begun one by one."""
@@ -447,7 +453,7 @@ class StockRuntime:
         return tuple(left)
 
     def seats_in_doubt(self) -> tuple[SeatIndex, ...]:
-        """Seats that will never be taken again: the device may touch their pages at any time."""
+        """Seats that are not taken: nobody knows when the device is done with their pages, or whether it ever is."""
         with self.arena.lock:
             return tuple(seat for seat in self._last if self._in_doubt(seat))
 

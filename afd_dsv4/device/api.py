@@ -48,3 +48,6 @@ class Device(Protocol[S_contra]):
 
     def capturing(self) -> bool:
         """Whether the calling thread's current stream is being captured into a graph."""
+
+    def refused_by_capture(self, error: Exception) -> bool:
+        """Whether an event call failed only because some thread is capturing a graph: later it will tell."""

@@ -37,6 +37,10 @@ class TorchDevice:
         """See `api.Device`."""
         return bool(self._module.is_current_stream_capturing())
 
+    def refused_by_capture(self, error: Exception) -> bool:
+        """See `api.Device`. ACL says 107028 or 107030 (rt_error_codes.h), CUDA names the capture in words."""
+        return any(word in str(error) for word in ("107028", "107030", "captur"))
+
     def current_stream(self) -> Any:
         """The stream that the calling thread queues on."""
         return self._module.current_stream(self.device)

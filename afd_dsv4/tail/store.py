@@ -191,10 +191,9 @@ class TailStore:
                 f"executions, {lost} in doubt and never to be taken again; finish those, end requests or raise "
                 f"max_num_seqs" + (", or restart the worker" if lost else "")
             )
+        self.refuse_void(chunks)
         for chunk in chunks:
             known = self._seats.get(chunk.request, _Seat(SeatIndex(-1)))
-            if known.void is not None:
-                raise TailVoid(f"request {chunk.request!r} lost its tail: {known.void}; end it and start it anew")
             if not known.low <= chunk.start <= known.high:
                 raise UnknownPosition(
                     f"request {chunk.request!r} starts at {chunk.start}, its tail allows [{known.low}, {known.high}]; "
@@ -215,6 +214,17 @@ class TailStore:
             taken=tuple(self._seats[request].index for request in requests if request in taken),
             holders=tuple(seats),
         )
+
+    def refuse_void(self, chunks: Sequence[RequestChunk]) -> None:
+        """Refuse requests whose tails must not be read, before anything is taken for them.
+
+        Raises:
+            TailVoid: a request whose tail was declared void.
+        """
+        for chunk in chunks:
+            known = self._seats.get(chunk.request)
+            if known is not None and known.void is not None:
+                raise TailVoid(f"request {chunk.request!r} lost its tail: {known.void}; end it and start it anew")
 
     def _list(
         self, ratio: int, chunks: Sequence[RequestChunk], seats: list[_Seat], mappings: list[Mapping], slot: SlotIndex

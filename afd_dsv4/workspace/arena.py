@@ -168,6 +168,7 @@ class WorkspaceArena(Generic[S]):
                     raise ValueError(f"graph key {key!r} is assigned to two slots")
                 self._graphs[key] = slot
         self._captured: dict[Hashable, Lease[S]] = {}  # strong: a graph needs its events as long as it may be replayed
+        self._replaced: list[Lease[S]] = []  # captured anew since
         self._clock = clock
         self._seals = 0
         self._newest = Generation(0)
@@ -202,6 +203,8 @@ class WorkspaceArena(Generic[S]):
                 return self._lease(unused, execution)
             if pending is None:
                 raise self._exhausted(execution, self._eager)
+            if pending.last is not None and not pending.last.can_be_waited_for():
+                return self.acquire(execution)  # it waits for what was given up since it was looked at
             self.counters.handed_on += 1
             return self._lease(pending, execution)
 
@@ -228,7 +231,9 @@ class WorkspaceArena(Generic[S]):
                     f"{execution} is to be captured while executions are open: {held}. Capture one graph at a time, "
                     f"with nothing else going on: what others queue meanwhile would end up in the graph, or break it"
                 )
-            self._captured.pop(key, None)
+            old = self._captured.pop(key, None)
+            if old is not None and slot.last is not None and slot.last.state is not LeaseState.SETTLED:
+                self._replaced.append(old)
             self.events.captures += 1
             lease = self._lease(slot, execution, captured=True)
             self._captured[key] = lease
@@ -255,6 +260,8 @@ class WorkspaceArena(Generic[S]):
                 raise CaptureError(f"{execution} replays graph {key!r}, which {state}; capture it (again) first")
             self._admit(execution)
             last = slot.last
+            if self._replaced:  # those whose replays are over are not needed any more
+                self._replaced = [old for old in self._replaced if old.slot.last and not old.slot.last.over()]
             if slot.lease is not None or slot.quarantined:
                 raise self._exhausted(execution, (slot,))
             if last is not None and not last.over():
@@ -310,9 +317,10 @@ class WorkspaceArena(Generic[S]):
             RELEASED: it is over, which nobody knew before.
             ALREADY_RELEASED: it is over.
             NOT_QUIESCED: it is open, or its work may still run.
-            STALE_GENERATION: the memory was replaced since, or (by identity) its slot has had another lease since.
+            STALE_GENERATION: the memory was replaced since; or (by identity) no slot knows it, though its generation
+                has been leased for: its slot has had another lease since, or there never was one.
             IN_DOUBT: it is quarantined, or waits for what is.
-            NOT_FOUND: it is not a lease of this arena, or (by identity) there never was one.
+            NOT_FOUND: it is not a lease of this arena, or (by identity) of a generation that is still to come.
         """
         with self.lock:
             found = self._find(lease) if isinstance(lease, ExecutionId) else lease
@@ -398,7 +406,12 @@ class WorkspaceArena(Generic[S]):
 
         Returns:
             What is still live: open and quarantined leases.
+
+        Raises:
+            CaptureError: a graph is being captured, so nobody could tell what is over.
         """
+        if self.events.mute():
+            raise CaptureError("the arena cannot be drained while a graph is captured; end the capture first")
         deadline = time.monotonic() + timeout_s  # a real wait, whatever clock the time-outs go by
         while waiting := [lease for lease in self.live() if lease.state is LeaseState.SEALED]:
             if time.monotonic() >= deadline:
@@ -436,6 +449,7 @@ class WorkspaceArena(Generic[S]):
             self.epoch += 1
             for slot in self.slots:
                 slot.last = slot.oldest = None
+            self._replaced.clear()
             if self.trace is not None:
                 self.trace.add("reset")
 
@@ -470,12 +484,14 @@ class WorkspaceArena(Generic[S]):
         return self._graphs[key]
 
     def _timed_out(self, slot: Slot[S]) -> bool:
-        """Whether a slot's fence has been pending for too long; quarantines it then."""
-        oldest = slot.last if slot.oldest is None or slot.oldest.over() else slot.oldest
-        if oldest is None or (age := self._clock() - oldest.sealed_at) <= self.fence_timeout_s:
-            return False
-        self.quarantine(oldest, f"its fence has not passed {age:.3g} s after its seal (limit {self.fence_timeout_s})")
-        return True
+        """Whether a slot is lost because a fence of it has been pending for too long; quarantines such leases."""
+        for lease in dict.fromkeys((slot.oldest, slot.last)):
+            if lease is None or lease.state is not LeaseState.SEALED or lease.over():
+                continue
+            if (age := self._clock() - lease.sealed_at) > self.fence_timeout_s:
+                limit = self.fence_timeout_s
+                self.quarantine(lease, f"its fence has not passed {age:.3g} s after its seal (limit {limit})")
+        return slot.quarantined is not None
 
     def _find(self, execution: ExecutionId) -> Lease[S] | Settlement:
         for slot in self.slots:
@@ -495,15 +511,18 @@ class WorkspaceArena(Generic[S]):
         return Settlement.IN_DOUBT if self.in_doubt(lease) else Settlement.NOT_QUIESCED
 
     def _exhausted(self, execution: ExecutionId, slots: Sequence[Slot[S]]) -> Exhausted:
-        # Where none of these slots is held, they are behind what is held elsewhere.
-        held = [slot.lease for slot in slots if slot.lease] or [slot.lease for slot in self.slots if slot.lease]
         lost = [slot.quarantined for slot in slots if slot.quarantined]
+        doubtful = [slot.last for slot in slots if not slot.quarantined and slot.last and self.in_doubt(slot.last)]
         message = f"{execution} wants a workspace slot, and none of {len(slots)} is free"
-        if len(lost) < len(slots):
+        if len(lost) + len(doubtful) < len(slots):
+            # Where none of these slots is held, they are behind what is held elsewhere.
+            held = [slot.lease for slot in slots if slot.lease] or [slot.lease for slot in self.slots if slot.lease]
             message += f": held, or behind what is held, by: {'; '.join(str(lease.execution) for lease in held)}"
         if lost:
             names = "; ".join(map(repr, lost))
             message += f". {len(lost)} are quarantined for ever, nobody can prove that these are over: {names}"
+        if doubtful:
+            message += f". {len(doubtful)} wait for what is quarantined: {'; '.join(map(repr, doubtful))}"
         if len(lost) == len(slots):
             return Exhausted(f"{message}. The worker cannot go on; restart it", fatal=True)
         return Exhausted(f"{message}. Finish executions, or configure more slots", fatal=False)

@@ -241,8 +241,10 @@ class Lease(Generic[S]):
             try:
                 if self.fence is not None and not self.fence.passed():
                     return False
-            except Exception as error:  # the device cannot say: it will not be asked again, nor be believed
-                self.arena.quarantine(self, f"its fence cannot be queried: {error}")
+            except Exception as error:
+                if not self.arena.device.refused_by_capture(error):
+                    # The device cannot say: it will not be asked again, nor be believed.
+                    self.arena.quarantine(self, f"its fence cannot be queried: {error}")
                 return False
             self._undominated = tuple(lease for lease in self._undominated if not lease.over())
             if self._undominated:
@@ -252,10 +254,27 @@ class Lease(Generic[S]):
             return True
 
     def can_be_waited_for(self) -> bool:
-        """Whether all that this lease covers has been queued and fenced, so that a stream can wait for it."""
-        if self.state is LeaseState.SEALED:
-            return all(lease.can_be_waited_for() for lease in self._undominated)
-        return self.state is LeaseState.SETTLED
+        """Whether all that this lease covers has been queued and fenced, so that a stream can wait for it.
+
+        A lease in doubt can not: who waits for it might never move again.
+        """
+        if self.state is LeaseState.SETTLED:
+            return True
+        ended = (LeaseState.SEALED, LeaseState.SETTLED)
+        return all(lease.state in ended and not self.arena.in_doubt(lease) for lease in self._covers())
+
+    def _covers(self) -> Iterable[Lease[S]]:
+        """This lease and all that its fence does not lie behind, each once."""
+        if not self._undominated:
+            return (self,)
+        found = {self.number: self}
+        todo = [self]
+        while todo:
+            for lease in todo.pop()._undominated:
+                if lease.number not in found:
+                    found[lease.number] = lease
+                    todo.append(lease)
+        return found.values()
 
     def _first_touch(self, stream: S, me: StreamId) -> None:
         """Make `stream` wait for all that had the slot and the seats before; a capture queues nothing, so not there."""
@@ -288,7 +307,7 @@ class Lease(Generic[S]):
 
     def _continue(self, before: Lease[S], step: Hashable, stream: S, me: StreamId) -> None:
         """Make `stream` wait for the same step of an execution that had one of our requests before us."""
-        if before.state is LeaseState.QUARANTINED:
+        if self.arena.in_doubt(before):
             raise OrderError(f"{self.execution} continues {before.execution}, which is in doubt; end its requests")
         done = step if step in before._completed else WHOLE
         ended = before.state is not LeaseState.ACQUIRED
@@ -319,9 +338,8 @@ class Lease(Generic[S]):
         """Make `stream` wait for all that a lease covers."""
         if not lease.can_be_waited_for():
             raise OrderError(f"{self.execution} must wait for {lease!r}; finish it first, or take another slot")
-        self._wait_fence(lease, stream, me)
-        for other in lease._undominated:
-            self._wait_for(other, stream, me)
+        for other in lease._covers():
+            self._wait_fence(other, stream, me)
 
     def _note(self, lease: Lease[S]) -> None:
         """Remember that this lease waits for `lease` and for all that it waits for."""
@@ -369,14 +387,14 @@ class Lease(Generic[S]):
                 self.fence = Fence(events)
             self.broken = not whole
             if not whole:
-                behind = self._behind
-                if behind is None:
-                    before: tuple[Lease[S], ...] = ()
-                elif behind.broken and behind.fence is None:
-                    before = behind._undominated  # it queued nothing itself: many such in a row are no chain
-                else:
-                    before = (behind,)
-                self._undominated = tuple(dict.fromkeys((*before, *self._continues, *self._after)))
+                # What it touched waited for who had the slot and the seats before. What queued nothing is no link: many
+                # such in a row must not become a chain.
+                before = self._continues
+                if self.fence is None:
+                    before = tuple(lease for lease in (self._behind, *self._continues, *self._after) if lease)
+                empty = [lease for lease in before if lease.broken and lease.fence is None]
+                linked = (lease for link in before for lease in (link._undominated if link in empty else (link,)))
+                self._undominated = tuple(dict.fromkeys(linked))
             self.state = LeaseState.SEALED
             arena.seal(self, whole)
             # A whole lease's fence lies behind all that it waited for: nobody needs the chain any more.

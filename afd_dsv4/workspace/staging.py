@@ -70,8 +70,14 @@ class StagingRing(Generic[S, B]):
                 self.out.discard(index)
                 raise
             except Exception as error:
+                if self._source.device.refused_by_capture(error):
+                    self.out.discard(index)
+                    raise EventError("a staging entry is taken while another thread captures a graph") from error
                 why = error
                 continue
+            except BaseException:  # the host was interrupted; the copy goes on, and will pass
+                self.out.discard(index)
+                raise
             self._next = (index + 1) % len(self.entries)
             if self._source.trace is not None:
                 self._source.trace.note(("rewrite", index))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -73,7 +74,7 @@ class Graph:
 
     def capture(self) -> Graph:
         """Capture on torch's own capture stream."""
-        with torch.npu.graph(self.graph), self.begin() as execution:
+        with self.begin() as execution, torch.npu.graph(self.graph):
             self.launches(execution)
         return self
 
@@ -353,6 +354,47 @@ def test_a_capture_asks_no_event_while_other_work_is_pending_and_refuses_what_wo
     world.queue(load.requests, eager)  # what was refused left nothing behind
     for _ in range(3):
         load.replay(graph)
+    load.check()
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["begun before the capture", "begun within"])
+def test_a_watchdog_on_another_thread_gives_nothing_up_while_a_graph_is_captured(announced: bool) -> None:
+    """ACL refuses a query by whatever thread while another captures; that says nothing about the fence asked for."""
+    world = World(0, graphs=[("decode",)])
+    arena = world.runtime.arena
+    load = Load(world)
+    load.prompts()
+    load.check()
+    softnpu.hang_stream(world.streams[0])
+    load.eager({"a": 1})
+    (pending,) = arena.live()
+    looks: list[Any] = []
+
+    def look() -> None:
+        other = threading.Thread(target=lambda: looks.append((arena.watch(), arena.settle(pending))))
+        other.start()
+        other.join()
+
+    graph = Graph(world, "decode", [1, 1, 1])
+    with torch.npu.stream(torch.npu.Stream()):
+        execution = graph.begin() if announced else None
+        graph.graph.capture_begin()
+        look()
+        execution = execution or graph.begin()
+        graph.launches(execution)
+        look()
+        if not announced:
+            execution.finish()
+            look()
+        graph.graph.capture_end()
+        if announced:
+            execution.finish()
+    assert looks == [((), Settlement.NOT_QUIESCED)] * len(looks)
+    softnpu.release_stream(world.streams[0])
+    torch.npu.synchronize()
+    assert arena.settle(pending) is Settlement.RELEASED
+    assert arena.counters.quarantined == 0
+    load.replay(graph)
     load.check()
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 
 from afd_dsv4.device.api import StreamId
-from afd_dsv4.device.model import ModelDevice, ModelEvent, ModelGraph, ModelStream
+from afd_dsv4.device.model import CaptureViolation, ModelDevice, ModelEvent, ModelGraph, ModelStream
 from afd_dsv4.workspace.arena import (
     ArenaClosed,
     CaptureError,
@@ -502,6 +502,99 @@ def test_a_slot_that_is_always_pending_on_a_device_that_moves_is_never_given_up(
     assert world.arena.counters.handed_on == 198
     assert world.arena.counters.quarantined == 0
     assert world.arena.events.created == 2  # the fence of the lease that pends longest, and that of the others
+
+
+@pytest.mark.parametrize("touches", [True, False], ids=["touch", "queue nothing"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_thousand_executions_that_break_off_behind_a_hung_stream_cost_no_more_than_the_first(
+    make: MakeWorld, slots: int, touches: bool
+) -> None:
+    """Each follows the one before in its seat. Nothing may walk the chain of them, let alone every way through it."""
+    world = make(slots=slots)
+    a = world.streams[0]
+    a.hung = True
+    before = world.sealed(1, a)
+    for generation in range(2, 1000):
+        lease = world.arena.acquire(live_id(generation))
+        lease.follow(after=[before], void=lambda _why: None)
+        if touches:
+            lease.touch(a, writes=["x"])
+        lease.seal(whole=False)
+        assert len(lease._undominated) <= 2
+        before = lease
+    world.now = 61
+    world.arena.watch()
+    assert world.arena.counters.quarantined >= 1
+
+
+def test_nobody_is_made_to_wait_for_work_in_doubt(make: MakeWorld) -> None:
+    world = make(slots=2)
+    hung, other, healthy = world.streams
+    hung.hung = True
+    first = world.sealed(1, hung)
+    world.now = 59
+    second = world.sealed(2, other, continues=[first])  # so `other` waits for the hung stream
+    world.now = 61
+    assert world.arena.watch() == (second,)
+    assert not second.can_be_waited_for()
+    waits = world.arena.counters.waits
+    with pytest.raises(Exhausted) as caught:  # not handed on, or the healthy stream would never move again
+        world.open(3, healthy)
+    assert not caught.value.fatal  # the second may pass yet
+    assert world.arena.counters.waits == waits
+    world.now = 59 + 61
+    world.arena.watch()
+    assert world.arena.counters.quarantined == 2
+    with pytest.raises(Exhausted) as caught:
+        world.open(4, healthy)
+    assert caught.value.fatal
+
+
+def test_who_has_the_slot_behind_a_lease_that_is_given_up_is_given_up_at_its_own_age(make: MakeWorld) -> None:
+    world = make(slots=1)
+    a, b, _ = world.streams
+    a.hung = True
+    first = world.sealed(1, a)
+    world.now = 30
+    second = world.sealed(2, b)
+    world.now = 61
+    assert world.arena.watch() == (second,)
+    assert (first.state, second.state) == (LeaseState.QUARANTINED, LeaseState.SEALED)
+    world.now = 91
+    assert world.arena.watch() == ()
+    assert second.state is LeaseState.QUARANTINED
+    assert [generation for generation, _ in world.voids] == [1, 2]
+    assert world.arena.counters.quarantined == 2
+    assert world.arena.close() == (second,)
+
+
+def test_a_query_that_another_threads_capture_forbids_gives_nothing_up(make: MakeWorld) -> None:
+    """Between the begin of a capture and the arena's own word of it, and behind that, a look must not be fatal."""
+    world = make()
+    lease = world.sealed(1, world.streams[0])
+    with world.device.capture(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(world.device), "capturing", lambda _self: False)  # as another thread sees it
+        patch.setattr(ModelEvent, "query", forbidden)
+        assert world.arena.watch() == ()
+        assert world.arena.settle(lease) is Settlement.NOT_QUIESCED
+    world.device.run()
+    assert world.arena.settle(lease) is Settlement.RELEASED
+    assert world.arena.counters.quarantined == 0
+
+
+def forbidden(_event: ModelEvent) -> bool:
+    raise CaptureViolation("an event is queried while something is captured")
+
+
+def test_a_drain_during_a_capture_is_refused(make: MakeWorld) -> None:
+    world = make(graphs=[["g"]])
+    world.sealed(1, world.streams[0])
+    with world.device.capture():
+        lease = world.arena.capture("g", capture_id(2))
+        with pytest.raises(CaptureError, match="cannot be drained while a graph is captured"):
+            world.arena.drain(0.0)
+        lease.seal()
+    assert world.arena.counters.quarantined == 0
 
 
 def test_an_empty_lease_does_not_postpone_the_time_out_of_the_lease_before(make: MakeWorld) -> None:

@@ -449,6 +449,23 @@ def programs() -> list[Program]:
         allowed=(Exhausted, Refused),
         loses=True,
     )
+    add(
+        "an execution breaks off behind a dead stream, and time passes",
+        world(slots=2, seats=2, layers=1),
+        ubatches("raise", cut=True, second=("q",), stream=1),
+        one(hang, 0),
+        one(watcher, TIMEOUT_S + 1),
+        allowed=ANY_FAULT,
+        loses=True,
+    )
+    add(
+        "an execution breaks off behind a slow stream, and time passes",
+        world(slots=2, seats=2, layers=1),
+        ubatches("raise", cut=True, second=("q",), stream=1),
+        one(watcher, TIMEOUT_S + 1),
+        allowed=ANY_FAULT,
+        loses=True,
+    )
     kinds = world(streams=3, kinds=("a", "b"))
     add("cut requests beside an auxiliary stream", kinds, shared(False))
     add("cut requests beside an auxiliary stream, raise", kinds, shared(False, "raise"), allowed=ANY_FAULT)

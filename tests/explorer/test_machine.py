@@ -327,9 +327,8 @@ class Worker(RuleBasedStateMachine):
         for execution in self.ended:
             outcome = self.arena.settle(execution.lease)
             given_up = self.arena.counters.quarantined > 0  # and whoever broke off behind that is in doubt
-            assert outcome in (Settlement.RELEASED, Settlement.ALREADY_RELEASED) or (
-                given_up and outcome is Settlement.IN_DOUBT
-            )
+            over = outcome in (Settlement.RELEASED, Settlement.ALREADY_RELEASED)
+            assert over or (given_up and outcome is Settlement.IN_DOUBT), (outcome, execution.lease)
         self.tails_are_right()
         assert check(self.trace.records()).violations == ()
         self.slots_are_free_or_lost()
@@ -422,3 +421,50 @@ def test_a_trace_that_a_replay_cannot_repeat_is_refused() -> None:
         replay([(0, "seal", 1, True)])
     with pytest.raises(ValueError, match="replays a graph"):
         replay([(0, "replay", 1, "key", 0)])
+
+
+def two_slots() -> tuple[ModelDevice, list[ModelStream], WorkspaceArena[ModelStream], list[float]]:
+    device, now = ModelDevice(), [0.0]
+    streams = [device.stream(), device.stream()]
+    return device, streams, WorkspaceArena(device, 2, fence_timeout_s=10.0, clock=lambda: now[0]), now
+
+
+def test_a_lease_that_broke_off_behind_a_lost_one_stays_in_doubt_when_its_slot_has_moved_on() -> None:
+    """Found by a long run: it was not quiesced for ever."""
+    device, (one, two), arena, _ = two_slots()
+    first, second = arena.acquire(ExecutionId(Generation(1))), arena.acquire(ExecutionId(Generation(1), 1))
+    second.follow(continues=[first])
+    second.touch(two, writes=["lists"])
+    second.seal(whole=False)
+    first.touch(one, writes=["lists"])
+    first.seal()
+    third = arena.acquire(ExecutionId(Generation(2)))
+    third.touch(two, writes=["lists"])
+    third.seal()
+    arena.quarantine(first, "slow")
+    device.run()
+    assert third.slot is second.slot
+    assert arena.settle(third) is Settlement.RELEASED
+    assert arena.settle(second) is Settlement.IN_DOUBT
+
+
+def test_a_slot_behind_one_that_is_given_up_in_the_same_acquire_is_not_leased() -> None:
+    """Found by a long run: the new lease was refused at its first touch."""
+    device, (one, two), arena, now = two_slots()
+    free, lost = arena.acquire(ExecutionId(Generation(1))), arena.acquire(ExecutionId(Generation(1), 1))
+    two.hung = True
+    lost.touch(two, writes=["lists"])
+    lost.seal()
+    free.seal()
+    follower = arena.acquire(ExecutionId(Generation(2)))
+    follower.follow(after=[lost])
+    follower.touch(one, writes=["lists"])
+    now[0] = 6.0
+    follower.seal()
+    now[0] = 12.0
+    with pytest.raises(Exhausted):
+        arena.acquire(ExecutionId(Generation(3)))
+    assert lost.state is LeaseState.QUARANTINED
+    two.hung = False
+    device.run()
+    arena.acquire(ExecutionId(Generation(3)))

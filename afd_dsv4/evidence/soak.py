@@ -253,8 +253,9 @@ class World(Load):
         doubted = set(runtime.seats_in_doubt())
         self.totals.expect(doubted == self.lost_seats, f"seats {self.lost_seats} are in doubt, and not {doubted}")
         if not runtime.arena.closed:
-            got = self.take_slots()
-            lost["slots"] += len(runtime.arena.slots) - self.lost_slots - got
+            got, there = self.take_slots(), len(runtime.arena.slots) - self.lost_slots
+            self.totals.expect(got <= there, f"no slot is leased twice: {got} leases at once of {there} slots")
+            lost["slots"] += max(0, there - got)
             if got and ending is not Fault.DOUBT:  # there, both uBatches' streams stand still
                 lost["seats"] += self._lost_seats(rng, style)
         lost["staging entries"] += len(runtime.staging.out)
@@ -318,12 +319,12 @@ def on_softnpu(lab: Lab) -> bool:
 
 
 @contextmanager
-def hostile(lab: Lab, rng: random.Random, ordered: bool) -> Iterator[None]:
+def hostile(lab: Lab, rng: random.Random) -> Iterator[None]:
     """Make the order of the streams hostile, where the device can do so: delays, or streams that starve."""
     seed, starve = rng.getrandbits(31), rng.random() < 0.5
     longest_us = rng.choice([150, 400] if starve else [10, 40])
     if on_softnpu(lab):
-        softnpu.set_schedule(seed, longest_us if ordered else 2000, starve=starve or not ordered)
+        softnpu.set_schedule(seed, longest_us, starve=starve)
     try:
         yield
     finally:
@@ -365,7 +366,7 @@ def soak(
         ending = endings[index // GROUP % len(endings)] if ordered and index % GROUP == GROUP - 1 else None
         if started is not None:
             faulthandler.dump_traceback_later(ROUND_LIMIT_S, exit=True, file=2)  # the real stderr
-        with hostile(lab, rng, ordered):
+        with hostile(lab, rng):
             world.play(rng, style, executions, fault_rate)
             world.close_round(rng, style, ending)
         if ending is not None:

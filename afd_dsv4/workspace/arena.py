@@ -384,16 +384,22 @@ class WorkspaceArena(Generic[S]):
             )
 
     def in_doubt(self, lease: Lease[S]) -> bool:
-        """Whether a lease that is not over is quarantined, had its slot with one that is, or waits for one that is."""
+        """Whether a lease that is not over is quarantined, had its slot with one that is, or waits for one that is.
+
+        A broken lease waits for all that it should have waited for, however long its own fence has passed.
+        """
         if not self.counters.quarantined:
             return False
         with self.lock:
-            if lease.over():
-                return False
-            if lease.state is LeaseState.QUARANTINED or lease.slot.quarantined is not None:
-                return True  # in one slot, later leases wait for earlier ones, and may record their events again
-            lost = (slot.quarantined for slot in self.slots if slot.quarantined is not None)
-            return any(lease.follows.get(other.slot.index, 0) >= other.number for other in lost)
+            lost = [slot.quarantined for slot in self.slots if slot.quarantined is not None]
+            # In one slot, later leases wait for earlier ones, and may record their events again.
+            return not lease.over() and any(
+                other.state is LeaseState.QUARANTINED
+                or other.slot.quarantined is not None
+                or any(other.follows.get(each.slot.index, 0) >= each.number for each in lost)
+                for other in lease.covers()
+                if other.state is not LeaseState.SETTLED
+            )
 
     def live(self) -> tuple[Lease[S], ...]:
         """Leases that may still touch their slots, quarantined ones included."""

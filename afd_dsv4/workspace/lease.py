@@ -261,9 +261,9 @@ class Lease(Generic[S]):
         if self.state is LeaseState.SETTLED:
             return True
         ended = (LeaseState.SEALED, LeaseState.SETTLED)
-        return all(lease.state in ended and not self.arena.in_doubt(lease) for lease in self._covers())
+        return all(lease.state in ended for lease in self.covers()) and not self.arena.in_doubt(self)
 
-    def _covers(self) -> Iterable[Lease[S]]:
+    def covers(self) -> Iterable[Lease[S]]:
         """This lease and all that its fence does not lie behind, each once."""
         if not self._undominated:
             return (self,)
@@ -338,7 +338,7 @@ class Lease(Generic[S]):
         """Make `stream` wait for all that a lease covers."""
         if not lease.can_be_waited_for():
             raise OrderError(f"{self.execution} must wait for {lease!r}; finish it first, or take another slot")
-        for other in lease._covers():
+        for other in lease.covers():
             self._wait_fence(other, stream, me)
 
     def _note(self, lease: Lease[S]) -> None:

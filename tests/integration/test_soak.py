@@ -20,7 +20,9 @@ from afd_dsv4.evidence.stamps import PER_WORD, Audit, Rows, salt
 from afd_dsv4.geometry import CompressorKind
 from afd_dsv4.softnpu import runtime as softnpu
 from afd_dsv4.tail.rows import TailShape
+from afd_dsv4.tail.store import SlotIndex
 from afd_dsv4.tail.tables import RequestChunk, RequestId
+from afd_dsv4.workspace.arena import Slot
 from afd_dsv4.workspace.identity import ExecutionId
 
 pytestmark = pytest.mark.npu
@@ -125,6 +127,17 @@ def test_a_slot_that_is_never_sealed_is_lost(lab: Lab) -> None:
     world = played(lab)
     world.runtime.arena.acquire(ExecutionId(world.runtime.mint()))
     assert closed(world).lost == {"slots": 1, "seats": 0, "staging entries": 0, "pages": 0}
+
+
+def test_a_slot_that_can_be_had_twice_is_no_gain(lab: Lab) -> None:
+    """It must not cancel with a slot that is lost."""
+    world = played(lab)
+    arena = world.runtime.arena
+    arena.acquire(ExecutionId(world.runtime.mint()))
+    arena._eager += tuple(Slot(SlotIndex(0)) for _ in range(2))
+    totals = closed(world)
+    assert any("no slot is leased twice" in violation for violation in totals.violations)
+    assert (totals + Totals()).lost_count == totals.lost_count == 0
 
 
 def test_a_seat_a_staging_entry_and_a_page_that_nobody_has_are_lost(lab: Lab) -> None:

@@ -28,7 +28,8 @@ class Tally:
     """What became of a program.
 
     Attributes:
-        schedules: distinct host schedules run.
+        runs: host schedules run, no two with the same choices.
+        schedules: those in which the arena did something else than in all before.
         all: there are no others.
         queued: different things that they queued on the device.
         states: device states visited, over those.
@@ -38,6 +39,7 @@ class Tally:
     """
 
     name: str
+    runs: int = 0
     schedules: int = 0
     all: bool = False
     queued: int = 0
@@ -49,7 +51,7 @@ class Tally:
     def __str__(self) -> str:
         share = "all" if self.all else "of more"
         return (
-            f"{self.name}: {self.schedules} schedules ({share}), {self.states} device states, "
+            f"{self.name}: {self.schedules} schedules in {self.runs} runs ({share}), {self.states} device states, "
             f"{self.orders} device orders, {self.violations} violations"
         )
 
@@ -60,8 +62,10 @@ def tally(job: tuple[int, int, int]) -> Tally:
     program = programs()[index]
     result = Tally(program.name)
     found = Schedules(program, budget, seed)
+    histories: set[int] = set()
     for outcome in found:
-        result.schedules += 1
+        result.runs += 1
+        histories.add(outcome.history)
         if outcome.fresh:
             result.queued += 1
             result.states += outcome.explored.states
@@ -70,6 +74,7 @@ def tally(job: tuple[int, int, int]) -> Tally:
             result.violations += 1
             result.first = result.first or outcome
     result.all = found.all
+    result.schedules = len(histories)
     return result
 
 
@@ -92,8 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run it; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.explorer", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the schedules that are drawn, where not all are run")
-    parser.add_argument("--budget", type=int, default=DEFAULT_BUDGET, help="most host schedules of one program")
-    parser.add_argument("--mutant-budget", type=int, default=600, help="most host schedules of one mutant")
+    parser.add_argument("--budget", type=int, default=DEFAULT_BUDGET, help="most runs of one program")
+    parser.add_argument("--mutant-budget", type=int, default=600, help="most runs of one mutant")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="share the work")
     asked = parser.parse_args(arguments)
 
@@ -114,6 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"program: {result}", flush=True)
             if result.first is not None:
                 print(explain(result.first), flush=True)
+            total.runs += result.runs
             total.schedules += result.schedules
             total.states += result.states
             total.orders += result.orders
@@ -125,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
             found_mutants += finding.found
     print(
         f"device: {total.states} states visited, {total.orders} orders covered, of {total.queued} different things "
-        f"queued by {total.schedules} host schedules"
+        f"queued by {total.runs} runs"
     )
     print(
         f"explore: schedules={total.schedules} violations={total.violations + different} "

@@ -86,6 +86,8 @@ class Outcome:
         choices: repeat it with these.
         explored: all device orders of what it queued.
         fresh: no earlier schedule of the program queued the same.
+        history: all that the arena did, as its trace has it without the times, hashed: choices may differ and the host
+            still have done the same.
         unordered: what the order checker says of the trace.
         broken: what else is not as it must be.
     """
@@ -93,6 +95,7 @@ class Outcome:
     choices: tuple[int, ...]
     explored: Explored
     fresh: bool
+    history: int
     unordered: tuple[str, ...]
     broken: tuple[str, ...]
 
@@ -167,14 +170,16 @@ def run(program: Program, chooser: Chooser, cache: dict[Jobs, Explored]) -> Outc
     fresh = todo not in cache
     if fresh:
         cache[todo] = judge(todo)
-    unordered = tuple(str(violation) for violation in check(world.trace.records()).violations)
+    records = world.trace.records()
+    unordered = tuple(str(violation) for violation in check(records).violations)
     device.drained = True
     broken += [f"refused: {error!r}" for error in world.refused if not isinstance(error, program.allowed)]
     try:
         broken += _ends(program, world)
     except Exception as error:  # whatever it is: it was not expected
         broken.append(f"at the end: {error!r}")
-    return Outcome(tuple(chooser.taken), cache[todo], fresh, unordered, tuple(broken))
+    history = hash(tuple(record[1:] for record in records))
+    return Outcome(tuple(chooser.taken), cache[todo], fresh, history, unordered, tuple(broken))
 
 
 def _step(

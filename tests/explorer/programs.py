@@ -76,8 +76,10 @@ def execute(
     yield joined
     name = f"{execution.generation}.{execution.ubatch}"
     try:
-        entry = world.take(name) if world.staging else None
-        yield None
+        entry = None
+        if world.staging:
+            entry = world.take(name)
+            yield None
         try:
             run = world.begin(execution, names, streams[0], entry)
         finally:

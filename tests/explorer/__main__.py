@@ -19,8 +19,8 @@ from tests.explorer.mutants import MUTANTS, Finding, hunt
 from tests.explorer.programs import programs
 from tests.explorer.raw import SCRIPTS, run
 
-#: Makes 140,000 schedules, in 3 minutes on 2 idle cores. What two programs share in states and orders counts twice.
-DEFAULT_BUDGET = 3000
+#: What two programs share in schedules, states and orders counts twice.
+DEFAULT_BUDGET = 8000
 
 
 @dataclass

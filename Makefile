@@ -27,7 +27,7 @@ test: setup ## every test, on the software NPU; ARGS go to pytest
 bench: setup ## benchmarks; ARGS go to pytest
 	@$(ON_SOFTNPU) $(BIN)/python -m pytest benchmarks --benchmark-only $(ARGS)
 
-explore: setup ## every order of small programs on the real arena, and every planted fault; ARGS: --seed, --budget
+explore: setup ## schedules of small programs on the real arena, and every planted fault; ARGS: --seed, --budget
 	@$(BIN)/python -m tests.explorer $(ARGS)
 
 soak: setup ## a random load with faults on the software NPU, every byte compared; ARGS: --seed, --executions, --rounds

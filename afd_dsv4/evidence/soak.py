@@ -7,8 +7,9 @@ where something has just failed.
 Way: rounds of the load of `soak_load.py`, whose every byte `stamps.Witness` knows. After a round all is drained, every
 byte of pages and tables is compared with its last writer, what is neither free nor quarantined and counted is lost, and
 the order checker judges the round's trace. Every third round ends with a stream that never advances, or a shutdown.
-The same load with fences off must corrupt bytes and be out of order in every round, or the soak proves nothing and
-fails. Load and faults are a function of the seed; the order in which streams advance is not.
+A few rounds of the same load with fences off, under the same schedules, must all corrupt bytes and be out of order, or
+the soak proves nothing and fails. Load and faults are a function of the seed; the order in which streams advance is
+not.
 On the software NPU that order is made hostile, and each runtime's first executions run under its race detector, with
 pages touched one by one so that it can tell them apart. A stream is held by an external event that nobody records:
 where there are none (CUDA) the faults that need one are left out, as the printed table of faults shows.

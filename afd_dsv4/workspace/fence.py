@@ -8,10 +8,10 @@ would look like a free slot, so an `OrderedEvent` raises instead.
 
 Each slot owns three events per stream, made at first use and recorded again ever after: one for touches within a lease,
 only waited for; one for the fence; and a second for fences, used while the first belongs to a lease that is pending. So
-events made are at most slots x streams x 3, however many leases there are. This rests on what `device.api.Event.wait`
-promises: a wait is for the record that was last when it was queued. CANN documents it for aclrtRecordEvent on events of
-aclrtCreateEventExWithFlag, which are those that torch_npu makes. A fence whose event has meanwhile been recorded by a
-later lease of the slot lies later than it must, never earlier.
+leases make at most slots x streams x 3 events, however many there are; captures keep their own. This rests on what
+`device.api.Event.wait` promises: a wait is for the record that was last when it was queued. CANN documents it for
+aclrtRecordEvent on events of aclrtCreateEventExWithFlag, which are those that torch_npu makes. A fence whose event has
+meanwhile been recorded by a later lease of the slot lies later than it must, never earlier.
 """
 
 from __future__ import annotations

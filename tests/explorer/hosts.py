@@ -35,6 +35,7 @@ class Program:
         threads: makes the host threads.
         allowed: what the host may be told instead of what it asked for.
         loses: leases may end in quarantine.
+        rich: hardly two of its schedules come to the same, so that it is worth more of them.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Program:
     threads: Callable[[World], list[Thread]]
     allowed: tuple[type[BaseException], ...] = ()
     loses: bool = False
+    rich: bool = False
 
 
 class Chooser:

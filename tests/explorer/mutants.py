@@ -140,7 +140,7 @@ CUT = "cut request, no fault"
 STAGING = "staging ring, no fault"
 TWO = "two uBatches, no fault"
 GRAPH = "graph"
-CROWD = "two slots, three threads, all settled twice"
+CROWD = "two slots, three uBatches, all settled twice"
 
 
 def plant(
@@ -352,7 +352,7 @@ def _(original: Any) -> Any:
 @plant(
     "step completed with its first launch",
     "uBatch 1 goes on while uBatch 0 has still to launch the layer's prefill",
-    "decode and prefill are two launches",
+    "decode and prefill are two launches, no fault",
     Lease,
     "touch",
     traced=False,  # in half of the schedules all is ordered, the wrong way round

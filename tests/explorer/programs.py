@@ -251,10 +251,14 @@ def shared(halves: bool, fault: str = "") -> Build:
         def begun() -> bool:
             return bool(world.runs or world.refused)
 
-        return [
-            execute(world, live(1, 0), names, (zero, auxiliary), faults, halves=halves),
-            execute(world, live(1, 1), names, (one, auxiliary), faults, joined=begun),
-        ]
+        ended = Ended()
+        threads = ended.wrap(
+            [
+                execute(world, live(1, 0), names, (zero, auxiliary), faults, halves=halves),
+                execute(world, live(1, 1), names, (one, auxiliary), faults, joined=begun),
+            ]
+        )
+        return [*threads, end_forward(world, ended)] if fault == "die" else threads
 
     return build
 
@@ -381,8 +385,9 @@ def programs() -> list[Program]:
         *builds: Build,
         allowed: tuple[type[BaseException], ...] = (),
         loses: bool = False,
+        rich: bool = False,
     ) -> None:
-        out.append(Program(name, where, both(*builds), allowed, loses))
+        out.append(Program(name, where, both(*builds), allowed, loses, rich))
 
     for fault in FAULTS:
         allowed, loses = ANY_FAULT if fault else (), fault in ("record", "query")
@@ -469,24 +474,36 @@ def programs() -> list[Program]:
         loses=True,
     )
     kinds = world(streams=3, kinds=("a", "b"))
-    add("cut requests beside an auxiliary stream", kinds, shared(False))
-    add("cut requests beside an auxiliary stream, raise", kinds, shared(False, "raise"), allowed=ANY_FAULT)
-    add("decode and prefill are two launches", world(streams=3), shared(True))
-    add("decode and prefill are two launches, raise", world(streams=3), shared(True, "raise"), allowed=ANY_FAULT)
+    for fault in ("", "raise", "die"):
+        allowed, what = ANY_FAULT if fault else (), fault or "no fault"
+        add(f"cut requests beside an auxiliary stream, {what}", kinds, shared(False, fault), allowed=allowed, rich=True)
+        add(
+            f"decode and prefill are two launches, {what}",
+            world(streams=3),
+            shared(True, fault),
+            allowed=allowed,
+            rich=True,
+        )
+    three = world(slots=3, streams=3, seats=3)
+    add("three uBatches of two layers", three, crowd(3), rich=True)
+    add("three uBatches of two layers, all settled twice", three, crowd(3), one(settle_again), rich=True)
     add("three layers of a cut request", world(layers=3), ubatches("", cut=True))
-    add("three uBatches on three streams", world(streams=3, seats=3, layers=1), crowd(3), allowed=(Exhausted,))
+    few = world(streams=3, seats=3, layers=1)
+    add("two slots, three uBatches", few, crowd(3), allowed=(Exhausted,), rich=True)
     add(
         "an execution breaks off behind one that still runs, and its seat is taken",
         world(streams=3, layers=3, seats=1, slots=3),
         ubatches("raise", cut=True, second=("q",), stream=2, ended_before=("p",)),
         allowed=ANY_FAULT,
+        rich=True,
     )
     add(
-        "two slots, three threads, all settled twice",
-        world(seats=3, layers=1),
+        "two slots, three uBatches, all settled twice",
+        few,
         crowd(3),
         one(settle_again),
         allowed=(Exhausted,),
+        rich=True,
     )
     add(
         "a request of two executions ends, and its seat is taken",

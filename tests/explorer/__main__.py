@@ -20,7 +20,7 @@ from tests.explorer.programs import programs
 from tests.explorer.raw import SCRIPTS, run
 
 #: Makes more than 100,000 schedules, in about 3 minutes on 2 idle cores. What two programs share counts twice.
-DEFAULT_BUDGET = 2000
+DEFAULT_BUDGET = 1800
 #: A rich program gets so many times the budget.
 RICH = 5
 

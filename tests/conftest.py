@@ -145,6 +145,18 @@ def pytest_report_header() -> list[str]:
     return [f"afd-dsv4: device {device}, seeds: {seeds}, AFD_DSV4_HYPOTHESIS={PROFILE}"]
 
 
+@pytest.fixture(autouse=True)
+def current_stream_stays(request: pytest.FixtureRequest) -> Generator[None]:
+    """A test that leaves another current stream behind makes the next ones queue where they do not know."""
+    yield
+    if request.node.get_closest_marker("npu"):
+        import torch
+
+        current, default = torch.npu.current_stream(), torch.npu.default_stream()
+        torch.npu.set_stream(default)
+        assert current == default, f"{current} is left as the current stream"
+
+
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator of this test's own: the run's seed and the test's name decide it, the order of the tests does not."""

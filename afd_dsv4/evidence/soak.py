@@ -335,6 +335,16 @@ def hostile(lab: Lab, rng: random.Random) -> Iterator[None]:
             softnpu.set_schedule(0)
 
 
+@contextmanager
+def own_stream(lab: Lab) -> Iterator[None]:
+    """Give the calling thread its current stream back, which the load changes with every call."""
+    before = lab.module.current_stream()
+    try:
+        yield
+    finally:
+        lab.module.set_stream(before)
+
+
 def soak(
     lab: Lab,
     *,
@@ -369,7 +379,7 @@ def soak(
         ending = endings[index // GROUP % len(endings)] if ordered and index % GROUP == GROUP - 1 else None
         if started is not None:
             faulthandler.dump_traceback_later(ROUND_LIMIT_S, exit=True, file=2)  # the real stderr
-        with hostile(lab, rng):
+        with own_stream(lab), hostile(lab, rng):
             world.play(rng, style, executions, fault_rate)
             world.close_round(rng, style, ending)
         if ending is not None:

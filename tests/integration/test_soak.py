@@ -37,6 +37,20 @@ def lab() -> Iterator[Lab]:
     softnpu.set_race_detection(False)
 
 
+@pytest.fixture(autouse=True)
+def current_stream_is_given_back() -> Iterator[None]:
+    yield
+    torch.npu.set_stream(torch.npu.default_stream())  # tests call parts of the load, which queue where they like
+
+
+def test_a_soak_leaves_the_current_stream_as_it_was(lab: Lab) -> None:
+    """It would be held, or be one of the streams of another load, in whatever the process does next."""
+    side = torch.npu.Stream()
+    with torch.npu.stream(side):
+        soak(lab, seed=1, executions=4, rounds=[0], fault_rate=0.0)
+        assert torch.npu.current_stream() == side
+
+
 def played(lab: Lab, executions: int = 20) -> World:
     """A load that has run, with nothing queued any more."""
     world = World(lab, Totals(), 2)

@@ -146,7 +146,7 @@ def pytest_report_header() -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def current_stream_stays(request: pytest.FixtureRequest) -> Generator[None]:
+def current_stream_stays(request: pytest.FixtureRequest) -> Generator[None, None, None]:
     """A test that leaves another current stream behind makes the next ones queue where they do not know."""
     yield
     if request.node.get_closest_marker("npu"):

@@ -401,6 +401,8 @@ class StockRuntime:
 
     def _void_in_doubt(self, chunks: Sequence[RequestChunk]) -> None:
         """Fail those by name who would go on behind work that may never be over, before more work waits for it."""
+        if not self.arena.counters.quarantined:
+            return
         seats = {self.store.seat(chunk.request) for chunk in chunks}
         for last in {lease for seat, lease in self._last.items() if seat in seats}:
             if last.void is not None and self.arena.in_doubt(last):

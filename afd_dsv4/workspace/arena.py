@@ -285,7 +285,7 @@ class WorkspaceArena(Generic[S]):
         slot.last = lease
         slot.sealed = self._seals
 
-    def fence_events(self, lease: Lease[S]) -> dict[StreamId, OrderedEvent[S]]:
+    def events_for_fence(self, lease: Lease[S]) -> dict[StreamId, OrderedEvent[S]]:
         """Called by the lease that is about to be sealed: the events that its fence may record."""
         slot = lease.slot
         if slot.oldest is None or slot.oldest.over():

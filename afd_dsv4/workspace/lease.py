@@ -372,7 +372,7 @@ class Lease(Generic[S]):
                 whole = False  # pages changed owner, and no launch has waited for those who had them
             if self._streams:
                 events = {}
-                fence_events = arena.fence_events(self)
+                fence_events = arena.events_for_fence(self)
                 try:
                     for stream_id, stream in self._streams.items():
                         event = fence_events.get(stream_id)

@@ -95,13 +95,20 @@ def explain(outcome: Outcome) -> str:
     return "\n".join(lines)
 
 
+def count(text: str) -> int:
+    """A number of at least 1: with none there is nothing that could violate anything."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run it; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.explorer", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the schedules that are drawn, where not all are run")
-    parser.add_argument("--budget", type=int, default=DEFAULT_BUDGET, help="most runs of one program")
-    parser.add_argument("--mutant-budget", type=int, default=600, help="most runs of one mutant")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="share the work")
+    parser.add_argument("--budget", type=count, default=DEFAULT_BUDGET, help="most runs of one program")
+    parser.add_argument("--mutant-budget", type=count, default=600, help="most runs of one mutant")
+    parser.add_argument("--processes", type=count, default=os.cpu_count() or 1, help="share the work")
     asked = parser.parse_args(arguments)
 
     different = 0
@@ -130,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
         jobs = [(index, asked.mutant_budget, asked.seed) for index in range(len(MUTANTS))]
         for mutant, finding in zip(MUTANTS, pool.imap(find, jobs), strict=True):
             print(f"mutant: {mutant.name}: {finding}", flush=True)
-            found_mutants += finding.found
+            found_mutants += finding.convicts(mutant)
     print(
         f"device: {total.states} states visited, {total.orders} orders covered, of {total.queued} different things "
         f"queued by {total.runs} runs"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
-"""Planted faults: one thing each in the real code is made wrong, and the explorer must find it.
+"""Planted faults: one thing each is made wrong, in the real code or in what stands for its caller, and must be found.
 
 A checker that finds nothing proves nothing until it has been seen to find something. Each mutant names what it breaks
 and the program that shows it, which is clean without it. Where the fault is one of order, the order checker must report
@@ -10,7 +10,7 @@ trace does not say (contents, outcomes, refusals) and say so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,6 +69,10 @@ class Finding:
     @property
     def found(self) -> bool:
         return bool(self.corrupt or self.unordered or self.broken) and not self.unseen
+
+    def convicts(self, mutant: Mutant) -> bool:
+        """Whether this is what must be found: of a fault of order, the trace must show what it corrupted."""
+        return self.found and (not mutant.traced or bool(self.corrupt and self.unordered))
 
     def __str__(self) -> str:
         by = [
@@ -736,8 +740,3 @@ def _(original: Any) -> Any:
         self.epoch = epoch
 
     return reset
-
-
-def hunts(limit: int, seed: int, enough: int | None) -> Sequence[tuple[Mutant, Finding]]:
-    """All of them."""
-    return [(mutant, hunt(mutant, limit=limit, seed=seed, enough=enough)) for mutant in MUTANTS]

@@ -32,6 +32,18 @@ def test_no_schedule_of_the_shipped_protocol_violates_anything(program: Program)
         assert outcome.clean, explain(outcome)
 
 
+@pytest.mark.parametrize("option", ["--budget", "--mutant-budget", "--processes"])
+@pytest.mark.parametrize("value", ["0", "-1", "many"])
+def test_a_command_that_would_look_at_nothing_is_refused(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With no schedule nothing violates anything."""
+    with pytest.raises(SystemExit) as ended:
+        main([option, value])
+    assert ended.value.code == 2
+    assert f"argument {option}: {value} is not a whole number of at least 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_planted_fault_is_found(mutant: Mutant) -> None:
     """The one that a checker misses fails here. For a fault of order, the trace must show what corrupted memory."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from afd_dsv4.softnpu import runtime as rt
+from tests.npu_programs import ForkedGraph, hand_offs
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.npu
@@ -128,50 +129,17 @@ def test_an_unordered_pair_is_seen_in_both_orders_within_a_few_seeds() -> None:
     assert orders(range(1, 40)) == {1.0, 2.0}
 
 
-def hand_offs(seed: int, waits: bool, steps: int = 40) -> bool:
-    """Two streams hand one buffer back and forth; True when every hand-off read what was written."""
-    producer, consumer = torch.npu.Stream(), torch.npu.Stream()
-    buffer, rows = torch.zeros(16, device="npu"), torch.zeros(steps, 16, device="npu")
-    torch.npu.synchronize()
-    rt.set_schedule(seed, 2000, starve=True)
-    for step in range(steps):
-        with torch.npu.stream(producer):
-            if waits:
-                producer.wait_stream(consumer)
-            buffer.fill_(float(step + 1))
-        with torch.npu.stream(consumer):
-            if waits:
-                consumer.wait_stream(producer)
-            rows[step].copy_(buffer)
-    torch.npu.synchronize()
-    return torch.equal(rows.cpu(), torch.arange(1.0, steps + 1)[:, None].expand(steps, 16))
-
-
 @pytest.mark.parametrize("seed", range(1, 9))
 def test_an_ordered_program_keeps_its_result_and_one_without_its_waits_does_not(seed: int) -> None:
-    assert hand_offs(seed, waits=True)
-    assert not hand_offs(seed, waits=False)
+    assert hand_offs(True, 40, seed=seed, max_delay_us=2000, starve=True)
+    assert not hand_offs(False, 40, seed=seed, max_delay_us=2000, starve=True)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_graph_of_two_streams_keeps_its_result_while_it_starves(seed: int) -> None:
-    side, x, out = torch.npu.Stream(), torch.ones(8, device="npu"), torch.zeros(8, device="npu")
-    torch.npu.synchronize()
-    graph = torch.npu.NPUGraph()
-    with torch.npu.graph(graph):
-        main = torch.npu.current_stream()
-        double = x * 2
-        side.wait_stream(main)
-        with torch.npu.stream(side):
-            plus = double + 1
-        ten = double * 10
-        main.wait_stream(side)
-        out.copy_(plus + ten)
+    graph = ForkedGraph()
     rt.set_schedule(seed, 2000, starve=True)
-    for value in (1.0, 4.0):
-        x.fill_(value)
-        graph.replay()
-        assert torch.equal(out.cpu(), torch.full((8,), value * 2 + 1 + value * 20))
+    assert graph.right(1.0, 4.0)
 
 
 def test_streams_that_all_wait_for_one_another_in_turn_come_to_their_end() -> None:

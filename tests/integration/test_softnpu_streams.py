@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from afd_dsv4.softnpu import runtime as rt
+from tests.npu_programs import ForkedGraph, hand_offs
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.npu
@@ -310,23 +311,9 @@ def test_a_graph_records_without_running_and_replays_with_new_inputs() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_streams_of_a_graph_keep_their_order_under_an_adversarial_schedule(seed: int) -> None:
-    side, x, out = torch.npu.Stream(), torch.ones(8).npu(), torch.zeros(8).npu()
-    torch.npu.synchronize()
-    graph = torch.npu.NPUGraph()
-    with torch.npu.graph(graph):
-        main = torch.npu.current_stream()
-        double = x * 2
-        side.wait_stream(main)
-        with torch.npu.stream(side):
-            plus = double + 1
-        ten = double * 10
-        main.wait_stream(side)
-        out.copy_(plus + ten)
+    graph = ForkedGraph()
     rt.set_schedule(seed, 2000)
-    for value in (1.0, 4.0):
-        x.fill_(value)
-        graph.replay()
-        assert torch.equal(out.cpu(), torch.full((8,), value * 2 + 1 + value * 20))
+    assert graph.right(1.0, 4.0)
 
 
 def test_a_missing_wait_inside_a_graph_goes_wrong_at_replay(gate: Gate) -> None:
@@ -423,25 +410,7 @@ def test_a_run_injects_the_delays_of_its_seed() -> None:
     assert injected(0) == 0
 
 
-def chain(seed: int, waits: bool) -> bool:
-    """A hand-off between two streams, eight times over one buffer; True when every hand-off read what was written."""
-    rt.set_schedule(seed, 3000)
-    producer, consumer = torch.npu.Stream(), torch.npu.Stream()
-    buffer, sums = torch.zeros(16).npu(), torch.zeros(8, 16).npu()
-    torch.npu.synchronize()
-    for step in range(8):
-        with torch.npu.stream(producer):
-            if waits:
-                producer.wait_stream(consumer)
-            buffer.fill_(float(step + 1))
-        with torch.npu.stream(consumer):
-            if waits:
-                consumer.wait_stream(producer)
-            sums[step].copy_(buffer)
-    torch.npu.synchronize()
-    return torch.equal(sums.cpu(), torch.arange(1.0, 9.0)[:, None].expand(8, 16))
-
-
 def test_waits_keep_a_hand_off_right_under_every_schedule_and_nothing_else_does() -> None:
-    assert all(chain(seed, waits=True) for seed in range(1, 6))
-    assert not all(chain(seed, waits=False) for seed in range(1, 6)), "the schedules must be able to break it"
+    assert all(hand_offs(True, 8, seed=seed, max_delay_us=3000) for seed in range(1, 6))
+    broken = [not hand_offs(False, 8, seed=seed, max_delay_us=3000) for seed in range(1, 6)]
+    assert any(broken), "the schedules must be able to break it"

@@ -8,9 +8,10 @@ is what the users saw as wrong tokens. A program is run in many seeded orders of
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from afd_dsv4.device.model import ModelDevice, ModelStream
+from afd_dsv4.device.model import ModelDevice, ModelEvent, ModelStream
 from afd_dsv4.workspace.arena import WorkspaceArena
 from afd_dsv4.workspace.identity import Domain, ExecutionId, ExecutionKind, Generation
 from afd_dsv4.workspace.lease import Lease
@@ -19,6 +20,19 @@ from afd_dsv4.workspace.trace import Trace
 
 ModelLease = Lease[ModelStream]
 ORDERS = 60
+
+
+class Events(ModelDevice):
+    """A model device that knows which of its events somebody still holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: weakref.WeakSet[ModelEvent] = weakref.WeakSet()
+
+    def event(self) -> ModelEvent:
+        event = super().event()
+        self.held.add(event)
+        return event
 
 
 class Machine:

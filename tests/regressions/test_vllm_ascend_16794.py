@@ -16,21 +16,7 @@ from typing import Any
 
 import pytest
 
-from afd_dsv4.device.model import ModelDevice, ModelEvent
-from tests.regressions.machine import Machine, capture_id
-
-
-class Events(ModelDevice):
-    """Knows which of its events somebody still holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: weakref.WeakSet[ModelEvent] = weakref.WeakSet()
-
-    def event(self) -> ModelEvent:
-        event = super().event()
-        self.held.add(event)
-        return event
+from tests.regressions.machine import Events, Machine, capture_id
 
 
 def fork(machine: Machine, key: str, generation: int) -> weakref.ref[Any]:

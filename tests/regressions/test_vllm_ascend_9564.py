@@ -11,16 +11,14 @@ it.
 from __future__ import annotations
 
 import gc
-import weakref
 
 import pytest
 
-from afd_dsv4.device.model import ModelDevice, ModelEvent
 from afd_dsv4.device.torch_device import TorchDevice
 from afd_dsv4.workspace.arena import WorkspaceArena
 from afd_dsv4.workspace.identity import Domain, ExecutionId, ExecutionKind, Generation
 from afd_dsv4.workspace.lease import WHOLE
-from tests.regressions.machine import Machine, capture_id, graph_id
+from tests.regressions.machine import Events, Machine, capture_id, graph_id
 
 
 def capture_and_replay(machine: Machine, keys: range, *, streams: int) -> None:
@@ -50,19 +48,6 @@ def test_one_slot_for_each_graph_would_need_an_event_for_each() -> None:
     machine = Machine(graphs=[[key] for key in range(60)])
     capture_and_replay(machine, range(60), streams=1)
     assert machine.device.events == 60
-
-
-class Events(ModelDevice):
-    """Knows which of its events somebody still holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: weakref.WeakSet[ModelEvent] = weakref.WeakSet()
-
-    def event(self) -> ModelEvent:
-        event = super().event()
-        self.held.add(event)
-        return event
 
 
 def test_a_graph_that_forks_keeps_one_event_a_stream_and_gives_it_back() -> None:

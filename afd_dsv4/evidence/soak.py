@@ -5,11 +5,11 @@
 Problem: that every reuse is ordered is easy to claim and hard to see; a race shows in one of many runs, and most often
 where something has just failed.
 Way: rounds of the load of `soak_load.py`, whose every byte `stamps.Witness` knows. After a round all is drained, every
-byte of pages and tables is compared with its last writer, what is neither free nor quarantined and counted is lost, and
-the order checker judges the round's trace. Every third round ends with a stream that never advances, or a shutdown.
-A few rounds of the same load with fences off, under the same schedules, must all corrupt bytes and be out of order, or
-the soak proves nothing and fails. Load and faults are a function of the seed; the order in which streams advance is
-not.
+byte of pages and tables is compared with its last writer, what is neither free nor quarantined and counted is lost,
+and the order checker judges the round's trace. Every third round ends with a stream that never advances, or a
+shutdown. A few rounds of the same load with fences off must all corrupt bytes and be out of order, or the soak proves
+nothing and fails: their streams starve until the host waits, so that a disorder shows on a slow machine as on a fast
+one. Load and faults are a function of the seed; the order in which streams advance is not.
 On the software NPU that order is made hostile, and each runtime's first executions run under its race detector, with
 pages touched one by one so that it can tell them apart. A stream is held by an external event that nobody records:
 where there are none (CUDA) the faults that need one are left out, as the printed table of faults shows.
@@ -67,6 +67,9 @@ ROUND_LIMIT_S = 300  # a process that takes longer for a round hangs: it says wh
 HOST_GROWTH = 48 << 20
 UNORDERED_ROUNDS = 4
 UNORDERED_EXECUTIONS = 150
+# Much longer than the host takes for a launch: how fast it is must not decide whether a disorder shows. Under the
+# soak's own schedules 8 of 120 rounds with fences off showed none.
+UNORDERED_STARVE_US = 10_000
 
 
 class World(Load):
@@ -322,10 +325,12 @@ def on_softnpu(lab: Lab) -> bool:
 
 
 @contextmanager
-def hostile(lab: Lab, rng: random.Random) -> Iterator[None]:
+def hostile(lab: Lab, rng: random.Random, *, ordered: bool) -> Iterator[None]:
     """Make the order of the streams hostile, where the device can do so: delays, or streams that starve."""
     seed, starve = rng.getrandbits(31), rng.random() < 0.5
     longest_us = rng.choice([150, 400] if starve else [10, 40])
+    if not ordered:
+        starve, longest_us = True, UNORDERED_STARVE_US
     if on_softnpu(lab):
         softnpu.set_schedule(seed, longest_us, starve=starve)
     try:
@@ -379,7 +384,7 @@ def soak(
         ending = endings[index // GROUP % len(endings)] if ordered and index % GROUP == GROUP - 1 else None
         if started is not None:
             faulthandler.dump_traceback_later(ROUND_LIMIT_S, exit=True, file=2)  # the real stderr
-        with own_stream(lab), hostile(lab, rng):
+        with own_stream(lab), hostile(lab, rng, ordered=ordered):
             world.play(rng, style, executions, fault_rate)
             world.close_round(rng, style, ending)
         if ending is not None:

@@ -19,6 +19,7 @@ from afd_dsv4.device.torch_device import TorchDevice
 from afd_dsv4.evidence.controls import SABOTAGES, SabotagedRuntime
 from afd_dsv4.evidence.memory import broken_laws, measure, planned, scale, scale_forward
 from afd_dsv4.evidence.rows import Batch
+from afd_dsv4.evidence.soak_load import Gate
 from afd_dsv4.geometry import CompressorKind, page_layout
 from afd_dsv4.tail.store import TailFull, TailVoid, UnknownPosition
 from afd_dsv4.tail.tables import RequestChunk, RequestId
@@ -34,8 +35,14 @@ __all__ = ["small_hidden_size"]  # a fixture
 pytestmark = pytest.mark.npu
 
 
-def random_load(world: World, rng: random.Random, steps: int, *, alternate: bool = False) -> None:
-    """Three requests in random chunks, cut anywhere; a finished one makes room for another."""
+def random_load(
+    world: World, rng: random.Random, steps: int, *, alternate: bool = False, first_is_late: bool = False
+) -> None:
+    """Three requests in random chunks, cut anywhere; a finished one makes room for another.
+
+    Args:
+        first_is_late: nothing of the first uBatch runs until all of the second has: only without touches can it.
+    """
     requests: dict[str, Request] = {}
     names = iter(f"r{i}" for i in range(1000))
     for _ in range(steps):
@@ -46,12 +53,17 @@ def random_load(world: World, rng: random.Random, steps: int, *, alternate: bool
             tokens = min(rng.choice([1, 3, 4, 5, 31, 32, 33, 127, 128, 129, 300]), LENGTH - request.position)
             chunks.append(RequestChunk(RequestId(name), request.position, request.position + tokens))
             request.position += tokens
-        world.forward(
+        held = Gate(torch.npu.ExternalEvent(), world.streams[0], world.copies) if first_is_late else None
+        world.queue(
             requests,
             chunks,
             cut_tokens=rng.randint(0, sum(chunk.tokens for chunk in chunks)),
             alternate=alternate,
         )
+        if held:
+            world.streams[1].synchronize()
+            held.open()
+        world.check_all(requests)
         for name in [name for name, request in requests.items() if request.position == LENGTH]:
             world.runtime.end_request(RequestId(name))
             del requests[name]
@@ -71,14 +83,8 @@ def test_random_mixes_in_two_ubatches_compress_the_rows_of_the_definition(block_
 
 
 def test_without_touches_the_same_load_differs() -> None:
-    from afd_dsv4.softnpu import runtime
-
-    runtime.set_schedule(3, 2000)
-    try:
-        world = World(5, ordered=False)
-        random_load(world, random.Random(5), 6)
-    finally:
-        runtime.set_schedule(0)
+    world = World(5, ordered=False)
+    random_load(world, random.Random(5), 6, first_is_late=True)
     assert world.different > 0
 
 

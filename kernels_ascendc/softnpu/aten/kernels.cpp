@@ -222,27 +222,31 @@ bool shape_depends_on_data(const Call& call) {
   return masks;
 }
 
+void call_meta(const Call& call, Stack* results) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  std::unordered_map<const void*, at::Tensor> metas;
+  Stack arguments;
+  for (const IValue& value : call.arguments) {
+    if (value.isGenerator()) {
+      arguments.emplace_back();
+      continue;
+    }
+    arguments.push_back(map_value(value, c10::DeviceType::Meta, [&](const at::Tensor& t) -> at::Tensor {
+      if (!on_device(t)) return t;
+      auto& meta = metas[t.unsafeGetTensorImpl()];
+      if (!meta.defined()) meta = meta_of(t);
+      return meta;
+    }));
+  }
+  call.cpu_op.callBoxed(arguments);
+  *results = std::move(arguments);
+}
+
 // Runs the meta kernel. False when there is none or it cannot tell: then the CPU kernel has the word.
 bool run_meta(const Call& call, Stack* results) {
   if (shape_depends_on_data(call) || meta_misleads(call.name)) return false;
   try {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    std::unordered_map<const void*, at::Tensor> metas;
-    Stack arguments;
-    for (const IValue& value : call.arguments) {
-      if (value.isGenerator()) {
-        arguments.emplace_back();
-        continue;
-      }
-      arguments.push_back(map_value(value, c10::DeviceType::Meta, [&](const at::Tensor& t) -> at::Tensor {
-        if (!on_device(t)) return t;
-        auto& meta = metas[t.unsafeGetTensorImpl()];
-        if (!meta.defined()) meta = meta_of(t);
-        return meta;
-      }));
-    }
-    call.cpu_op.callBoxed(arguments);
-    *results = std::move(arguments);
+    call_meta(call, results);
     return true;
   } catch (const std::exception&) {
     return false;
@@ -496,11 +500,21 @@ void run_on_cpu(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   queue(call, stream, metas, stack);
 }
 
+void run_by_contract(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  const Call call(op, stack);
+  const c10::DeviceGuard guard(call.device);
+  const CurrentStream stream(call.device.index());
+  Stack metas;
+  call_meta(call, &metas);
+  ++g_queued;
+  queue(call, stream, metas, stack);
+}
+
 void raise_by_name(const OperatorHandle& op, c10::DispatchKeySet, Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       false, c10::toString(op.operator_name()),
       " has no body on the software NPU: no CPU kernel stands in for this device operator. Register one for "
-      "PrivateUse1 (kernels_ascendc/softnpu/ops shows how), or run it on the CPU.");
+      "PrivateUse1 (kernels_ascendc/softnpu/npu shows how), or run it on the CPU.");
 }
 
 uint64_t queued_calls() { return g_queued; }

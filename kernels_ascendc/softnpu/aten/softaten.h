@@ -68,6 +68,9 @@ void release_host_queue();
 
 // Boxed kernels (kernels.cpp).
 void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
+// For the operator libraries beside this one: what the meta kernel refuses is refused, and nothing ever waits.
+__attribute__((visibility("default"))) void run_by_contract(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                                                            Stack* stack);
 void raise_by_name(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
 uint64_t queued_calls();
 uint64_t waiting_calls();

@@ -4,6 +4,8 @@
 #include "settings.h"
 
 #include <array>
+#include <map>
+#include <mutex>
 
 #include "tensor.h"
 
@@ -26,6 +28,21 @@ constexpr std::array<const char*, static_cast<int>(Stat::count_)> kStats = {
     "compressor.faults",    "compressor_metadata.launches"};
 
 std::array<std::atomic<bool>, kWaivers.size()> waivers{};
+
+// Those that other libraries have added. Elements stay where they are, so that a flag is read without the lock's help.
+struct Added {
+  std::mutex mutex;
+  std::map<std::string, std::atomic<bool>> flags;
+};
+Added& added() {
+  static Added* const all = new Added;  // outlives every library's statics
+  return *all;
+}
+std::atomic<bool>* find_added(const char* name) {
+  std::lock_guard<std::mutex> lock(added().mutex);
+  const auto found = name == nullptr ? added().flags.end() : added().flags.find(name);
+  return found == added().flags.end() ? nullptr : &found->second;
+}
 std::array<std::atomic<int64_t>, kStats.size()> stats{};
 std::array<std::atomic<int64_t>, kOptions.size()> options{kRanges[0].initial, kRanges[1].initial, kRanges[2].initial,
                                                           kRanges[3].initial};
@@ -49,10 +66,16 @@ std::string join(const std::array<const char*, N>& names) {
   return text;
 }
 
-template <size_t N>
-int unknown(const char* what, const char* name, const std::array<const char*, N>& names) {
-  last_error = std::string("no ") + what + " is called '" + (name ? name : "") + "'; there are: " + join(names);
+int unknown(const char* what, const char* name, const std::string& names) {
+  last_error = std::string("no ") + what + " is called '" + (name ? name : "") + "'; there are: " + names;
   return -1;
+}
+
+std::string all_waivers() {
+  std::string names = join(kWaivers);
+  std::lock_guard<std::mutex> lock(added().mutex);
+  for (const auto& [name, flag] : added().flags) names += "," + name;
+  return names;
 }
 
 }  // namespace
@@ -74,19 +97,26 @@ extern "C" {
 
 int softnpu_waive(const char* name, int on) {
   const int i = find(kWaivers, name);
-  if (i < 0) return unknown("waiver", name, kWaivers);
-  waivers[i] = on != 0;
+  std::atomic<bool>* flag = i < 0 ? find_added(name) : &waivers[i];
+  if (flag == nullptr) return unknown("waiver", name, all_waivers());
+  *flag = on != 0;
   return 0;
 }
 
 int softnpu_is_waived(const char* name) {
   const int i = find(kWaivers, name);
-  return i < 0 ? unknown("waiver", name, kWaivers) : static_cast<int>(waivers[i].load());
+  const std::atomic<bool>* flag = i < 0 ? find_added(name) : &waivers[i];
+  return flag == nullptr ? unknown("waiver", name, all_waivers()) : static_cast<int>(flag->load());
+}
+
+void softnpu_add_waiver(const char* name) {
+  std::lock_guard<std::mutex> lock(added().mutex);
+  added().flags.try_emplace(name, false);
 }
 
 int softnpu_set_option(const char* name, int64_t value) {
   const int i = find(kOptions, name);
-  if (i < 0) return unknown("option", name, kOptions);
+  if (i < 0) return unknown("option", name, join(kOptions));
   if (value < kRanges[i].low || value > kRanges[i].high) {
     last_error = std::string("option ") + name + ": found " + std::to_string(value) + ", expected " +
                  std::to_string(kRanges[i].low) + ".." + std::to_string(kRanges[i].high);
@@ -98,14 +128,14 @@ int softnpu_set_option(const char* name, int64_t value) {
 
 int softnpu_get_option(const char* name, int64_t* value) {
   const int i = find(kOptions, name);
-  if (i < 0) return unknown("option", name, kOptions);
+  if (i < 0) return unknown("option", name, join(kOptions));
   *value = options[i];
   return 0;
 }
 
 int softnpu_stat(const char* name, int64_t* value) {
   const int i = find(kStats, name);
-  if (i < 0) return unknown("counter", name, kStats);
+  if (i < 0) return unknown("counter", name, join(kStats));
   *value = stats[i];
   return 0;
 }
@@ -115,7 +145,8 @@ void softnpu_reset_stats(void) {
 }
 
 const char* softnpu_waiver_names(void) {
-  static const std::string names = join(kWaivers);
+  static thread_local std::string names;
+  names = all_waivers();
   return names.c_str();
 }
 

@@ -3,7 +3,7 @@
 
 // Process-wide switches and counters of the operator core.
 //
-// Waivers switch off one named limit of the stock operator each; all are on (limits hold) at start.
+// Waivers switch off one named limit of an operator each; all are on (limits hold) at start. Those of the compressor:
 //   compressor.hidden         hidden 1024..10240 and a multiple of 512
 //   compressor.head_dim       head dim 128 or 512
 //   compressor.rope_head_dim  rope head dim 64
@@ -29,6 +29,8 @@ extern "C" {
 // 0, or -1 when the name (or the value of an option) is unknown; then softnpu_last_error() says what is known.
 int softnpu_waive(const char* name, int on);
 int softnpu_is_waived(const char* name);
+// Adds the waiver of a limit that another library checks. Once is enough, more often changes nothing.
+void softnpu_add_waiver(const char* name);
 int softnpu_set_option(const char* name, int64_t value);
 int softnpu_get_option(const char* name, int64_t* value);
 int softnpu_stat(const char* name, int64_t* value);

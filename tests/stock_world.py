@@ -153,6 +153,7 @@ class World:
         cut_tokens: int | None = None,
         alternate: bool = False,
         decodes: int = 0,
+        prefill_first: bool = False,
     ) -> None:
         """One forward in one or two uBatches; `decodes` requests at the front are launched apart from the rest."""
         parts = cut(chunks, sum(chunk.tokens for chunk in chunks) if cut_tokens is None else cut_tokens)
@@ -160,12 +161,10 @@ class World:
         begun = [(part, self.runtime.begin(part, generation=generation, ubatch=u)) for u, part in enumerate(parts)]
         for compressor in self.geometry.compressors:
             for ubatch, (part, execution) in enumerate(begun):
-                splits = [s for s in (part[:decodes], part[decodes:]) if s] if decodes else [part]
-                first = 0
-                for split in splits:
+                splits = [s for s in (slice(0, decodes), slice(decodes, len(part))) if part[s]]
+                for rows in reversed(splits) if prefill_first else splits:
                     stream = self.streams[(ubatch + (compressor.layer if alternate else 0)) % 2]
-                    self.step(execution, requests, split, compressor, stream, slice(first, first + len(split)))
-                    first += len(split)
+                    self.step(execution, requests, part[rows], compressor, stream, rows)
         for _, execution in begun:
             execution.finish()
 

@@ -63,7 +63,7 @@ class Execution(Protocol):
             rope_cos: [R, rope_head_dim] with R = min(T, T // ratio + requests), at each window's first position.
             rope_sin: the same.
             cu_seqlens: int32 [requests + 1], first token of each request within x.
-            requests: those of this launch, where prefill and decode are two launches; each once, in batch order.
+            requests: those of this launch, where prefill and decode are two launches, in either order; each once.
 
         Returns:
             [R, D] in x's dtype: compressed rows, request after request. Rows beyond the last window are unfilled.

@@ -54,6 +54,7 @@ def call_operator(
     cu_seqlens: torch.Tensor,
     rope_cos: torch.Tensor,
     rope_sin: torch.Tensor,
+    compressor: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Call `_C_ascend::compressor` as vllm-ascend calls it (attention/dsa_v1.py). See `executor.Execution.compress`.
 
@@ -67,8 +68,9 @@ def call_operator(
         cu_seqlens: int32 [requests + 1].
         rope_cos: one row per compressed row.
         rope_sin: the same.
+        compressor: the operator; None for what bears its name now, which an adapter may have rebound to us.
     """
-    compressed: torch.Tensor = torch.ops._C_ascend.compressor(
+    compressed: torch.Tensor = (compressor or torch.ops._C_ascend.compressor)(
         x,
         weights.wkv,
         weights.wgate,
@@ -320,6 +322,8 @@ class StockRuntime:
     ) -> StockExecution:
         """Like `begin`, in the slot of a captured graph: instead of `compress`, call `StockExecution.replay` once.
 
+        Without chunks (an idle rank that replays a graph all the same) the page lists are empty: nothing is stored.
+
         Raises:
             ValueError: more requests or tokens than were captured.
             CaptureError: nothing was captured under `key`, or the memory was replaced since.
@@ -338,7 +342,7 @@ class StockRuntime:
     def _plan(
         self, chunks: Sequence[RequestChunk], execution: ExecutionId, graph: Hashable | None, rows: int
     ) -> StockExecution:
-        if not chunks:
+        if not chunks and graph is None:
             return StockExecution(self, None, None, ())
         self._check_tokens(chunks)
         # The staging ring may make the host wait. Other threads must be able to launch meanwhile, or what the copies
@@ -546,7 +550,7 @@ class StockExecution:
         self._plan = plan
         self._chunks = chunks
         self._first = [0, *itertools.accumulate(chunk.tokens for chunk in chunks)]  # each request's first token
-        self._launched: dict[tuple[int, CompressorKind], int] = {}  # requests whose launch is queued, from the front
+        self._launched: dict[tuple[int, CompressorKind], list[slice]] = {}  # requests whose launch is queued
         self._layer: dict[CompressorKind, int] = {}  # the last layer launched
         self._replayed = False
         self.lease = lease
@@ -572,11 +576,12 @@ class StockExecution:
             OrderError: a layer out of order, requests out of order or twice, or an execution that is finished, or is
                 to replay a graph.
         """
-        mine = slice(*requests.indices(len(self._chunks)))
-        if mine.step != 1:
-            raise ValueError(f"requests of a launch must be neighbours, got step {mine.step}; launch each run apart")
+        first, stop, step = requests.indices(len(self._chunks))
+        if step != 1:
+            raise ValueError(f"requests of a launch must be neighbours, got step {step}; launch each run apart")
+        mine = slice(first, max(first, stop))
         # From sums made once: nothing per launch may grow with the requests.
-        tokens = self._first[max(mine.start, mine.stop)] - self._first[mine.start]
+        tokens = self._first[mine.stop] - self._first[mine.start]
         if x.shape[0] != tokens:
             raise ValueError(f"{x.shape[0]} tokens for requests that have {tokens} in this execution")
         if self.lease is None:
@@ -597,8 +602,8 @@ class StockExecution:
             )
             if scatter:
                 places = self.lists[ratio].columns.size
-                first = runtime.layers[kind][layer] * places
-                table.flat.scatter_(0, lists.cells[:places], lists.ids[first : first + places])
+                begin = runtime.layers[kind][layer] * places
+                table.flat.scatter_(0, lists.cells[:places], lists.ids[begin : begin + places])
                 table.layer = layer
             compressed = runtime._operator(
                 x,
@@ -611,8 +616,8 @@ class StockExecution:
                 rope_cos,
                 rope_sin,
             )
-            self._launched[layer, kind] = mine.stop
-            if mine.stop == len(self._chunks):
+            self._launched.setdefault((layer, kind), []).append(mine)
+            if self._count(layer, kind) == len(self._chunks):
                 self.lease.complete((layer, kind))
         return compressed
 
@@ -640,18 +645,22 @@ class StockExecution:
             self._replayed = True
 
     def _check_order(self, layer: int, kind: CompressorKind, mine: slice) -> None:
-        """Layers ascend, because spares pass from layer to layer; requests of a layer come once, front to back."""
+        """Layers ascend, because spares pass from layer to layer; each request of a layer comes once."""
         if layer not in self._runtime.layers[kind]:
             raise ValueError(f"layer {layer} has no {kind.value} compressor; it is in {[*self._runtime.layers[kind]]}")
         if layer < self._layer.get(kind, layer):
             raise OrderError(f"{kind.value} of layer {layer} after layer {self._layer[kind]}; launch layers in order")
-        done = self._launched.get((layer, kind), 0)
-        if mine.start != done:
-            raise OrderError(
-                f"{kind.value} of layer {layer}: requests from {mine.start} on, {done} are launched; "
-                f"launch each request once, in batch order"
-            )
+        for done in self._launched.get((layer, kind), ()):
+            if mine.start < done.stop and done.start < mine.stop:
+                raise OrderError(
+                    f"{kind.value} of layer {layer}: requests {mine.start} to {mine.stop - 1}, and {done.start} to "
+                    f"{done.stop - 1} are launched already; launch each request once"
+                )
         self._layer[kind] = layer
+
+    def _count(self, layer: int, kind: CompressorKind) -> int:
+        """Requests whose launch is queued."""
+        return sum(done.stop - done.start for done in self._launched.get((layer, kind), ()))
 
     def finish(self) -> None:
         """Seal the lease. If a launch is missing, as after an exception, the requests' tails are void from here on.
@@ -661,7 +670,7 @@ class StockExecution:
         if self.lease is None or self._plan is None:
             return
         compressors = () if self._replayed else self._runtime.geometry.compressors
-        missing = [c for c in compressors if self._launched.get((c.layer, c.kind), 0) != len(self._chunks)]
+        missing = [c for c in compressors if self._count(c.layer, c.kind) != len(self._chunks)]
         with self._runtime.arena.lock:  # void before anybody can go on from these tails
             if missing and self.lease.state is LeaseState.ACQUIRED:
                 first = f"layer {missing[0].layer} {missing[0].kind.value}"

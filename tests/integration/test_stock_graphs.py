@@ -474,6 +474,28 @@ def test_a_replay_is_once_and_of_what_was_begun_for_it() -> None:
     load.check()
 
 
+@pytest.mark.parametrize("announced", [True, False])
+def test_an_idle_rank_replays_a_graph_without_requests_and_stores_nothing(announced: bool) -> None:
+    """Unannounced, the replay writes into the tails that the last one mapped: the negative control."""
+    world = World(0, graphs=[("decode",)])
+    load = Load(world, "ab")
+    load.prompts()
+    graph = Graph(world, "decode", [1, 1]).capture()
+    load.replay(graph, "ab")
+    world.check_all(load.requests)
+    graph.x.fill_(7)
+    if announced:
+        with world.runtime.begin_replay("decode", ()) as execution:
+            execution.replay(graph.graph)
+    else:
+        graph.graph.replay()
+    for _ in range(3):
+        load.replay(graph, "ab")
+    world.check_all(load.requests)
+    assert (world.different == 0) == announced
+    clean(world.runtime)
+
+
 def test_a_replay_that_never_happens_voids_the_tails_by_name() -> None:
     world = World(0, graphs=[("decode",)])
     load = Load(world, "ab")

@@ -389,7 +389,7 @@ def test_a_request_left_out_between_two_launches_loses_its_tail() -> None:
         for compressor in world.geometry.compressors:
             for rows in (slice(2, 3), slice(0, 1)):
                 world.launch(execution, requests, chunks[rows], compressor.layer, compressor.kind, rows)
-    with pytest.raises(TailVoid, match="request 'b' lost its tail: .* 5 of 5 launches missing"):
+    with pytest.raises(TailVoid, match=r"request 'b' lost its tail: .* 5 of 5 launches missing"):
         world.runtime.begin([RequestChunk(RequestId("b"), 9, 10)])
 
 

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""From what a scheduler says about one step to the chunks of an execution, and to the tails that end.
+
+Problem: an engine names requests in three places (finished, preempted or resumed, scheduled), reorders its batch
+between steps, and under asynchronous scheduling speaks of requests whose forwards are still in flight. A tail that is
+ended too late runs the store dry; one that is continued at another position gives wrong rows without any error.
+Way: everything goes by request id, never by batch row. A request owns a tail from its first chunk, which starts at 0,
+until it is finished, preempted or resumed; every later chunk starts where the last one ended, less rejected drafts.
+Not here: whether the pages may be touched (`workspace/`), what is mapped (`tail/`), and where the numbers come from
+(adapters). It imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from afd_dsv4.tail.tables import RequestChunk, RequestId
+
+
+class ImpossibleStep(ValueError):
+    """A step that contradicts those before it. Nothing of it was taken over."""
+
+
+class Steps:
+    """Which requests own a tail, and where each of them may go on."""
+
+    def __init__(self) -> None:
+        self._next: dict[RequestId, tuple[int, int]] = {}  # the next start lies in [low, high]
+
+    def __len__(self) -> int:
+        return len(self._next)
+
+    def end(
+        self, *, finished: Collection[str] = (), preempted: Collection[str] = (), resumed: Collection[str] = ()
+    ) -> tuple[RequestId, ...]:
+        """Take the ends of a step over; call it before `chunks`, and also for steps that schedule nothing.
+
+        Args:
+            finished: done or aborted since the last step. An id may be scheduled again in the same step: that is
+                another request.
+            preempted: lost its place; it comes back from position 0, if at all.
+            resumed: comes back in this step. Its tail ends too, in case nobody said when it was preempted.
+
+        Returns:
+            Requests whose tails end now, in the order in which they were first scheduled.
+        """
+        gone = {*finished, *preempted, *resumed}
+        ended = tuple(request for request in self._next if request in gone) if gone else ()
+        for request in ended:
+            del self._next[request]
+        return ended
+
+    def chunks(
+        self,
+        requests: Sequence[str],
+        computed: Sequence[int],
+        scheduled: Sequence[int],
+        drafts: Mapping[str, int],
+    ) -> tuple[RequestChunk, ...]:
+        """The chunks of one forward, in batch order.
+
+        Args:
+            requests: ids in the order of the batch.
+            computed: rows of each that are there already: where its chunk starts. Exact, rejected drafts taken off.
+            scheduled: rows of each in this forward, drafts included.
+            drafts: how many of them may be taken back; a request that is not named has none.
+
+        Raises:
+            ImpossibleStep: lists of unequal length, a request twice or without rows, nothing but drafts, a first
+                chunk that does not start at 0, or a later one that does not start where the request was left.
+        """
+        if not len(requests) == len(computed) == len(scheduled):
+            raise ImpossibleStep(
+                f"{len(requests)} requests with {len(computed)} positions and {len(scheduled)} numbers of rows; "
+                f"give one of each per request"
+            )
+        found: dict[RequestId, RequestChunk] = {}
+        for name, start, rows in zip(requests, computed, scheduled, strict=True):
+            request = RequestId(name)
+            try:
+                chunk = RequestChunk(request, int(start), int(start) + int(rows), drafts.get(name, 0))
+            except ValueError as error:
+                raise ImpossibleStep(str(error)) from error
+            if request in found:
+                raise ImpossibleStep(f"request {name!r} stands twice in one step; give one chunk a request")
+            left = self._next.get(request)
+            if left is None and start != 0:
+                raise ImpossibleStep(
+                    f"request {name!r} is new and starts at {start}; its history was computed elsewhere (a prefix "
+                    f"cache, a KV transfer, a preemption that nobody told), and there is no tail for it"
+                )
+            if left is not None and not left[0] <= start <= left[1]:
+                raise ImpossibleStep(
+                    f"request {name!r} goes on at {start}, and was left between {left[0]} and {left[1]}; positions "
+                    f"must be exact on the host, with rejected drafts taken off"
+                )
+            found[request] = chunk
+        for request, chunk in found.items():
+            self._next[request] = chunk.low, chunk.end
+        return tuple(found.values())

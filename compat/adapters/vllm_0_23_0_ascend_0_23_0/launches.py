@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""Stands in for `_C_ascend::compressor`: finds out whose launch it is, and hands it to the forward's execution.
+
+Problem: all call sites of vllm-ascend 0.23.0 (attention/dsa_v1.py: _forward_prefill, _forward_decode,
+_indexer_qkv_prepare, cv_indexer_select_qli) call the operator by name, with a state, a state table and starts that mean
+the paged KV cache; none says which layer it is, or which requests it has.
+Way: what they pass on is what we gave them. The state of a layer is a tiny tensor whose address names layer and kind;
+the state table is one of two tensors that say decode or prefill. In a batch decodes come first, but prefill is launched
+first (AscendDSAImpl.forward). A launch outside a forward that we know about raises: it would lose rows in silence.
+Not here: when a forward begins and ends (`runner.py`). It imports torch and none of the stack.
+
+Removal plan: gone with the first vllm-ascend whose compressor takes state, table and start from one object (its main
+branch has `Compressor.forward`), or that bounds the state itself (vllm-project/vllm-ascend#15452).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from afd_dsv4.compressor.executor import CompressorWeights
+from afd_dsv4.compressor.stock import CONTINUOUS, INTERLEAVED, StockExecution, StockRuntime, call_operator
+from afd_dsv4.geometry import CompressorKind
+from afd_dsv4.tail.tables import RequestChunk, RequestId
+
+
+class UnknownLaunch(RuntimeError):
+    """A compressor launch that cannot be told apart, or that no forward of ours has announced."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The one field that the attention reads of a state layer's decode or prefill metadata."""
+
+    block_table: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StandInMetadata:
+    """What a state layer has in `attn_metadata`; attention/dsa_v1.py reads `.decode.block_table` or `.prefill...`."""
+
+    decode: _Rows
+    prefill: _Rows
+
+
+class Launches:
+    """The operator as the attention sees it.
+
+    Args:
+        operator: the true one.
+        places: layer and kind of every state layer, in any order.
+        device: where the stand-ins are.
+    """
+
+    def __init__(self, operator: Any, places: Iterable[tuple[int, CompressorKind]], device: torch.device) -> None:
+        self.operator = operator
+        # The overload, not the packet: called with a parameter of vLLM's, which has a __torch_function__, torch looks
+        # the operator up by its name again, and would find us.
+        self.queue = functools.partial(call_operator, compressor=operator.default)
+        places = list(places)
+        cells = torch.zeros((len(places), 1, 1, 1, 1), dtype=torch.float32, device=device)
+        #: One a layer and kind: [1 block, 1 row, 1 head, 1 value]. Its address is all that counts.
+        self.states = {place: cells[i] for i, place in enumerate(places)}
+        self._places = {state.data_ptr(): place for place, state in self.states.items()}
+        decode, prefill = (torch.zeros((1, 1), dtype=torch.int32, device=device) for _ in range(2))
+        self.metadata = StandInMetadata(_Rows(decode), _Rows(prefill))
+        self._decode, self._prefill = decode, prefill
+        self._execution: StockExecution | None = None
+        self._decodes = 0
+        self._idle: StockRuntime | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Overloads, schema and all else of the operator."""
+        return getattr(self.operator, name)
+
+    @contextmanager
+    def of(self, execution: StockExecution, decodes: int) -> Iterator[None]:
+        """Launches within are of `execution`, whose first `decodes` requests are the decode launch."""
+        outer = self._execution, self._decodes
+        self._execution, self._decodes = execution, decodes
+        try:
+            yield
+        finally:
+            self._execution, self._decodes = outer
+
+    @contextmanager
+    def idling(self, runtime: StockRuntime) -> Iterator[None]:
+        """Launches within are nobody's: nothing is stored, nothing is read."""
+        outer, self._idle = self._idle, runtime
+        try:
+            yield
+        finally:
+            self._idle = outer
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        wkv: torch.Tensor,
+        wgate: torch.Tensor,
+        state_cache: torch.Tensor,
+        ape: torch.Tensor,
+        norm_weight: torch.Tensor,
+        rope_sin: torch.Tensor,
+        rope_cos: torch.Tensor,
+        state_block_table: torch.Tensor | None,
+        cu_seqlens: torch.Tensor,
+        seqused: torch.Tensor | None,
+        start_pos: torch.Tensor | None,  # noqa: ARG002  # the true start; ours is re-based
+        rope_head_dim: int,
+        cmp_ratio: int,
+        coff: int,
+        norm_eps: float,
+        rotary_mode: int,
+        cache_mode: int,
+    ) -> torch.Tensor:
+        """Arguments of the operator's schema. State, state table and start are ours to choose.
+
+        Raises:
+            UnknownLaunch: no forward was announced, or an argument is not what vllm-ascend 0.23.0 passes.
+        """
+        place = self._places.get(state_cache.data_ptr())
+        if place is None:
+            raise UnknownLaunch(
+                f"a compressor of ratio {cmp_ratio} is launched with a state that belongs to no layer of this model; "
+                f"another model in this process needs a worker without the plugin"
+            )
+        layer, kind = place
+        asked = (cmp_ratio, coff, rotary_mode, cache_mode, seqused)
+        if asked != (kind.ratio, kind.coff, INTERLEAVED, CONTINUOUS, None):
+            raise UnknownLaunch(
+                f"{kind.value} of layer {layer} is launched with ratio, coff, rotary mode, cache mode and seqused "
+                f"{asked}; known is {(kind.ratio, kind.coff, INTERLEAVED, CONTINUOUS, None)}"
+            )
+        weights = CompressorWeights(wkv, wgate, ape, norm_weight, norm_eps, rope_head_dim)
+        if self._execution is not None:
+            if state_block_table is self._prefill:
+                requests = slice(self._decodes, None)
+            elif state_block_table is self._decode:
+                requests = slice(0, self._decodes)
+            else:
+                raise UnknownLaunch(f"{kind.value} of layer {layer} is launched with a state table that is not ours")
+            return self._execution.compress(layer, kind, x, weights, rope_cos, rope_sin, cu_seqlens, requests)
+        if self._idle is None:
+            raise UnknownLaunch(
+                f"{kind.value} of layer {layer} is launched outside a forward that the runner announced; its rows "
+                f"would be lost"
+            )
+        table, starts = self._idle.idle(kind, cu_seqlens.shape[0] - 1)
+        return self.queue(x, weights, kind, self._idle.pools[kind], table, starts, cu_seqlens, rope_cos, rope_sin)
+
+
+def captured_chunks(requests: int, tokens: int) -> Sequence[RequestChunk]:
+    """Chunks with the shape of a graph's decode launch: `tokens` rows, spread evenly over `requests`."""
+    each, more = divmod(tokens, requests)
+    return [RequestChunk(RequestId(f"row {i} of a graph"), 0, each + (i < more)) for i in range(requests)]

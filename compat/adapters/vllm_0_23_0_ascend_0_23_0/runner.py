@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""vllm-ascend's model runner with one execution of the stock executor around every forward.
+
+Problem: tails must follow requests through new, resumed, preempted, finished and aborted, under asynchronous scheduling
+too, and forwards of four kinds (live, dummy, captured, replayed) reach the same attention code.
+Way: methods are overridden, and each calls its original. What the scheduler says about ends is taken in
+`_update_states`; the chunks are read in `_build_attention_metadata`, where the batch has its final order and, for
+models with compressors, the positions on the host have been corrected for rejected drafts (execute_model,
+`use_compress`); `_model_forward` begins, launches and ends. State layers give no KV-cache spec, so vLLM plans no blocks
+for them.
+Not here: sampling and drafting, whose layers own no compressor; the arithmetic of a step (`execution/step.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context
+from vllm.logger import logger
+from vllm_ascend.compilation.acl_graph import ACLGraphWrapper
+from vllm_ascend.models.deepseek_v4 import AscendCompressorStateCache
+from vllm_ascend.utils import extract_dsv4_layer_index
+from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
+
+from afd_dsv4.compat.adapters.vllm_0_23_0_ascend_0_23_0.launches import Launches, captured_chunks
+from afd_dsv4.compressor.stock import StockRuntime
+from afd_dsv4.config import Settings, read
+from afd_dsv4.execution.step import Steps
+from afd_dsv4.geometry import CompressorKind, ModelGeometry, from_hf_config, page_layout
+from afd_dsv4.tail.tables import RequestChunk
+
+STACK = "vllm-ascend-0.23.0"
+_operators: Any = torch.ops._C_ascend  # where all call sites look the operator up, by name
+
+
+class _Replay:
+    """What `StockExecution.replay` queues: vllm-ascend's own way to replay, whose result is kept."""
+
+    def __init__(self, run: partial[Any]) -> None:
+        self._run = run
+        self.output: Any = None
+
+    def replay(self) -> None:
+        self.output = self._run()
+
+
+class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
+    """See the module.
+
+    Attributes:
+        tails: the runtime; None until the model is loaded.
+        launches: what stands in for the operator; None until the model is loaded.
+    """
+
+    tails: StockRuntime | None = None
+    launches: Launches | None = None
+    _chunks: tuple[RequestChunk, ...] | None = None  # of the step whose forward is to come
+    _drafts: Mapping[str, int] = MappingProxyType({})  # of the step
+
+    def load_model(self) -> None:
+        """Load the model, then take the memory of all tails and workspace slots, and count it as the model's."""
+        super().load_model()
+        settings = read(self.vllm_config.additional_config, os.environ)
+        hf_config = self.model_config.hf_config
+        geometry = from_hf_config(hf_config.to_dict(), str(self.model_config.model))
+        layers = self._state_layers()
+        places = {name: _place(hf_config, name, layer, geometry) for name, layer in layers.items()}
+        if set(places.values()) != {(c.layer, c.kind) for c in geometry.compressors}:
+            raise RuntimeError(
+                f"the model has compressor states {sorted(layers)}, its config says {geometry.compress_ratios}; "
+                f"they must agree"
+            )
+        self._steps = Steps()
+        self.launches = Launches(_operators.compressor, places.values(), self.device)
+        self.tails = self._allocate(geometry, settings, self.launches)
+        self._stand_ins = dict.fromkeys(layers, self.launches.metadata)
+        for name, layer in layers.items():
+            layer.kv_cache = [self.launches.states[places[name]]]
+        self.model_memory_usage += self.tail_bytes
+        _operators.compressor = self.launches
+        logger.info("afd-dsv4: %d compressors keep their tails in %d bytes", len(layers), self.tail_bytes)
+
+    @property
+    def tail_bytes(self) -> int:
+        """Device bytes of tails and workspace slots."""
+        if self.tails is None:
+            return 0
+        found = self.tails.allocated()
+        return found.tails_and_spares + found.lists + found.tables + found.staging
+
+    def _allocate(self, geometry: ModelGeometry, settings: Settings, launches: Launches) -> StockRuntime:
+        speculative = self.vllm_config.speculative_config
+        drafts = speculative.num_speculative_tokens if speculative is not None else 0
+        most = self.scheduler_config.max_num_seqs * (1 + drafts)
+        full = self.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        return StockRuntime(
+            geometry,
+            page_layout(STACK, self.cache_config.block_size),
+            max_num_seqs=self.scheduler_config.max_num_seqs,
+            max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
+            device=self.device,
+            slots=settings.slots,
+            drafts=max(drafts, settings.drafts or 0),
+            # The sizes that will be captured are settled later; all replays are on one stream and share a slot.
+            graphs=[range(1, most + 1)] if full else (),
+            operator=launches.queue,
+        )
+
+    def close_tails(self, drain_s: float = 10.0) -> None:
+        """Give the operator its name back and end the runtime. Does nothing if no model was loaded."""
+        launches, tails = self.launches, self.tails
+        if launches is None or tails is None:
+            return
+        if _operators.compressor is launches:
+            _operators.compressor = launches.operator
+        if not tails.arena.closed and (lost := tails.close(drain_s)):
+            logger.warning("afd-dsv4: %d leases are in doubt at shutdown: %s", len(lost), lost)
+
+    def _state_layers(self) -> dict[str, Any]:
+        context = self.compilation_config.static_forward_context
+        return {name: layer for name, layer in context.items() if isinstance(layer, AscendCompressorStateCache)}
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        """vllm-ascend's own, without the compressors' states."""
+        states = self._state_layers()
+        return {name: spec for name, spec in super().get_kv_cache_spec().items() if name not in states}
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """vllm-ascend's own; a step that fails before its forward leaves nothing for the next one."""
+        try:
+            return super().execute_model(*args, **kwargs)
+        finally:
+            self._chunks = None
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        assert self.tails is not None
+        ended = self._steps.end(
+            finished=scheduler_output.finished_req_ids,
+            preempted=scheduler_output.preempted_req_ids or (),
+            resumed=scheduler_output.scheduled_cached_reqs.resumed_req_ids,
+        )
+        for request in ended:
+            self.tails.end_request(request)
+        # As the scheduler sees them: vllm-ascend may drop drafts that never came, but their rows stay in the forward.
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        self._drafts = {request: len(tokens) for request, tokens in drafts.items()}
+        return super()._update_states(scheduler_output)
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        metadata, draft_metadata = super()._build_attention_metadata(*args, **kwargs)
+        if kwargs.get("num_scheduled_tokens") is not None:  # no dummy has it
+            requests = kwargs["num_reqs"]
+            self._chunks = self._steps.chunks(
+                self.input_batch.req_ids[:requests],
+                self.input_batch.num_computed_tokens_cpu[:requests].tolist(),
+                kwargs["num_scheduled_tokens_np"][:requests].tolist(),
+                self._drafts,
+            )
+        metadata.update(self._stand_ins)
+        return metadata, draft_metadata
+
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.launches is not None
+        assert self.tails is not None
+        with self.launches.idling(self.tails):
+            return super()._dummy_run(*args, **kwargs)
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.launches is not None
+        assert self.tails is not None
+        tails, launches = self.tails, self.launches
+        run = partial(super()._model_forward, *args, **kwargs)
+        chunks, self._chunks = self._chunks, None
+        context: Any = get_forward_context()
+        metadata = next(iter(context.attn_metadata.values()), None) if context.attn_metadata else None
+        graph, captured = self._graph(context)
+        if metadata is None or (chunks is None and graph is None):
+            return run()
+        generation = tails.mint()
+        try:
+            if graph is not None and not captured:
+                shape = captured_chunks(metadata.num_decodes, metadata.num_decode_tokens)
+                with (
+                    tails.capture(graph, shape, generation=generation) as execution,
+                    launches.of(execution, len(shape)),
+                ):
+                    return run()
+            if graph is not None:
+                replay = _Replay(run)
+                with tails.begin_replay(graph, chunks or (), generation=generation) as execution:
+                    execution.replay(replay)
+                return replay.output
+            with (
+                tails.begin(chunks or (), generation=generation) as execution,
+                launches.of(execution, metadata.num_decodes),
+            ):
+                return run()
+        finally:
+            tails.end_forward(generation)
+
+    def _graph(self, context: Any) -> tuple[int | None, bool]:
+        """Key of the graph that this forward captures or replays, None for none; whether it was captured before."""
+        if context.cudagraph_runtime_mode is not CUDAGraphMode.FULL or not isinstance(self.model, ACLGraphWrapper):
+            return None, False
+        entry = self.model.concrete_aclgraph_entries.get(context.batch_descriptor)
+        return context.batch_descriptor.num_tokens, entry is not None and entry.aclgraph is not None
+
+
+def _place(hf_config: Any, name: str, layer: Any, geometry: ModelGeometry) -> tuple[int, CompressorKind]:
+    """Layer and kind of a state layer, checked against its width."""
+    kind = CompressorKind.C128
+    if layer.compress_ratio == CompressorKind.C4.ratio:
+        kind = CompressorKind.C4_INDEXER if ".indexer." in name else CompressorKind.C4
+    if geometry.row_bytes(kind) != layer.state_dim * layer.dtype.itemsize:
+        raise RuntimeError(
+            f"{name} has rows of {layer.state_dim} x {layer.dtype}, a {kind.value} compressor of this config has "
+            f"{geometry.row_bytes(kind)} bytes"
+        )
+    return extract_dsv4_layer_index(hf_config, name), kind

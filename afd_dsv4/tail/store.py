@@ -7,7 +7,9 @@ for its history, but only while the launch runs.
 Way: every layer of every request owns exactly `tail_pages` pages, every slot exactly `spare_pages` a request: one
 layer's worth. A launch that needs more pages than the request has idle takes spares and gives back as many pages of the
 history it leaves; the next layer of the same execution takes those. Counts never change, so nothing can run dry and
-nothing is ever searched for. Per layer this is a shift by one, so all layers are planned in one array operation.
+nothing is ever searched for. Per layer this is a shift by one, so all layers are planned in one array operation; and
+there are few ways in which a request's pages move, so each is worked out once, and all requests are planned in the same
+operation, whatever they do.
 Not here: when a page that changed hands may be touched. The lease orders that (`workspace/`): an execution's launches
 follow each other, and it follows the last execution that had its requests' seats.
 """
@@ -17,13 +19,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from collections.abc import Mapping as ReadOnly
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NewType
 
 import numpy as np
 
 from afd_dsv4.tail.rows import TailShape
-from afd_dsv4.tail.tables import NO_COLUMN, Int32Array, Mapping, PageList, RequestChunk, RequestId, map_chunk
+from afd_dsv4.tail.tables import (
+    NO_COLUMN,
+    Int32Array,
+    Int64Array,
+    Mapping,
+    PageList,
+    RequestChunk,
+    RequestId,
+    map_chunks,
+)
 
 SlotIndex = NewType("SlotIndex", int)
 SeatIndex = NewType("SeatIndex", int)
@@ -78,15 +89,49 @@ class StepPlan:
             holder.void = holder.void or why  # what came first is the cause
 
 
-@dataclass
+@dataclass(eq=False)
 class _Seat:
     """What the store knows of one request."""
 
     index: SeatIndex
     low: int = 0  # the next start lies in [low, high]
     high: int = 0
-    mapped: dict[int, range] = field(default_factory=dict)  # ratio -> logical pages of the tail
     void: str | None = None  # why the tail must not be read
+
+
+class _Moves:
+    """Ways in which the pages of a request move, each worked out when it first occurs.
+
+    A way is where in the tail the history lies, how many pages it has, how many of them are left, and how many fresh
+    ones are wanted. Indices are into a request's pages in one layer: its own, then the spares it takes, then nothing.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self._pages = pages
+        self._known: dict[tuple[int, ...], int] = {}  # way -> row of the arrays
+        self.taken = np.empty(0, np.int64)  # how many spares
+        self.given = np.empty((0, pages), np.int64)  # which pages take the place of the spares taken
+        self.owned = np.empty((0, pages), np.int64)  # which are its own afterwards
+        self.listed = np.empty((0, 2 * pages), np.int64)  # history, then fresh pages
+
+    def find(self, first: Int64Array, history: Int64Array, left: Int64Array, fresh: Int64Array) -> list[int]:
+        """The way of every request, as rows of the arrays."""
+        ways = list(zip(first.tolist(), history.tolist(), left.tolist(), fresh.tolist(), strict=True))
+        for way in set(ways) - self._known.keys():
+            self._add(*way)
+            self._known[way] = len(self.taken) - 1
+        return [self._known[way] for way in ways]
+
+    def _add(self, first: int, history: int, left: int, fresh: int) -> None:
+        pages = self._pages
+        read = [*range(first, first + history)]
+        idle = [page for page in range(pages) if page not in read]
+        taken = max(0, fresh - len(idle))
+        new = idle[:fresh] + [pages + spare for spare in range(taken)]
+        self.taken = np.append(self.taken, taken)
+        self.given = np.vstack([self.given, read[:taken] + [0] * (pages - taken)])
+        self.owned = np.vstack([self.owned, read[left:] + new + read[taken:left] + idle[fresh:]])
+        self.listed = np.vstack([self.listed, (read + new + [2 * pages] * 2 * pages)[: 2 * pages]])
 
 
 class _Pool:
@@ -99,34 +144,44 @@ class _Pool:
         tails = shape.layers * max_num_seqs * shape.tail_pages
         self.owned = ids[:tails].reshape(shape.layers, max_num_seqs, shape.tail_pages).copy()
         self.spare = ids[tails:].reshape(slots, max_num_seqs, shape.spare_pages).copy()
+        self.mapped = np.zeros((2, max_num_seqs), np.int64)  # of every seat's tail, first logical page and end
+        self._moves = _Moves(shape.tail_pages)
 
-    def move(self, mapping: Mapping, mapped: range, seat: SeatIndex, slot: SlotIndex, lane: int) -> Int32Array:
-        """Hand over the pages of one request in all layers; ids of history then fresh pages, int32 [layers, n].
+    def move(self, mapping: Mapping, seats: Int64Array, slot: SlotIndex) -> tuple[Int32Array, Int32Array]:
+        """Hand over the pages of an execution's requests in all layers.
 
         Args:
-            mapping: logical pages of the chunk.
-            mapped: logical pages of the present tail; page `mapped[i]` is `owned[:, seat, i]`.
-            seat: the request's seat.
+            mapping: logical pages of the chunks.
+            seats: the requests' seats, each once. A request's place among them is its lane of spares.
             slot: the slot whose spares are used.
-            lane: the request's place in the batch, which is its lane of spares.
-        """
-        old = self.owned[:, seat, :].copy()
-        place = {page: index for index, page in enumerate(mapped)}
-        history = [place[page] for page in mapping.history]
-        kept = [place[page] for page in mapping.kept]
-        left = [place[page] for page in mapping.left]
-        idle = [index for index in range(old.shape[1]) if index not in history]
-        fresh = len(mapping.fresh)
-        own, taken = idle[:fresh], max(0, fresh - len(idle))
-        given, rest = left[:taken], left[taken:] + idle[fresh:]
 
-        spares = np.empty((old.shape[0], taken), np.int32)
-        spares[0] = self.spare[slot, lane, :taken]
-        spares[1:] = old[:-1, given]
-        self.spare[slot, lane, :taken] = old[-1, given]
-        new = np.concatenate([old[:, own], spares], axis=1)
-        self.owned[:, seat, :] = np.concatenate([old[:, kept], new, old[:, rest]], axis=1)
-        return np.concatenate([old[:, history], new], axis=1)
+        Returns:
+            Table columns of each request's history, then of its fresh pages, int32 [requests, list_ids], -1
+            behind them; and their ids, int32 [layers, requests, list_ids], 0 behind them.
+        """
+        shape, requests = self.shape, len(seats)
+        spares = self.spare[slot, :requests]
+        (first, end), (tail, tail_end) = mapping.history, mapping.tail
+        history, fresh = end - first, np.maximum(tail, end)
+        at = np.where(history > 0, first - self.mapped[0, seats], 0)  # where nothing is read, it does not matter where
+        ways = self._moves.find(at, history, np.minimum(tail, end) - first, tail_end - fresh)
+        self.mapped[:, seats] = mapping.tail
+
+        own, width = shape.tail_pages, 2 * shape.tail_pages + 1
+        pages = np.zeros((shape.layers, requests, width), np.int32)  # of each request: its own, spares taken, nothing
+        pages[:, :, :own] = self.owned[:, seats]
+        flat, lanes = pages.reshape(shape.layers, -1), np.arange(requests)[:, None] * width
+        taken = self._moves.taken[ways]
+        if taken.any():
+            given = flat.take(lanes + self._moves.given[ways], axis=1)
+            used = np.arange(own) < taken[:, None]
+            pages[:, :, own:-1] = np.concatenate([spares[None], given[:-1]])
+            spares[used] = given[-1][used]
+        self.owned[:, seats] = flat.take(lanes + self._moves.owned[ways], axis=1)
+        listed, place = self._moves.listed[ways], np.arange(shape.list_ids)
+        logical = place + np.where(place < history[:, None], first[:, None], (fresh - history)[:, None])
+        columns = np.where(listed < width - 1, logical - mapping.first_column[:, None], NO_COLUMN)
+        return columns.astype(np.int32), flat.take(lanes + listed, axis=1)
 
 
 class TailStore:
@@ -177,43 +232,48 @@ class TailStore:
             TailVoid: a request whose tail was declared void.
             UnknownPosition: a start outside what the request's last chunk left open.
         """
-        requests = [chunk.request for chunk in chunks]
-        if len(set(requests)) != len(requests):
+        known = [self._seats.get(chunk.request) for chunk in chunks]
+        if len({chunk.request for chunk in chunks}) != len(chunks):
+            requests = [chunk.request for chunk in chunks]
             twice = sorted({request for request in requests if requests.count(request) > 1})
             raise ValueError(f"two chunks in one execution for {twice}; give one chunk a request")
-        new = [chunk for chunk in chunks if chunk.request not in self._seats]
+        new = known.count(None)
         free = [seat for seat in self._free if usable(seat)] if new else []
-        if len(new) > len(free):
+        if new > len(free):
             lost = sum(map(in_doubt, self._free))
             behind = len(self._free) - len(free) - lost
             raise TailFull(
-                f"{len(new)} new requests, {len(free)} free of {self.max_num_seqs} tails, {behind} more behind open "
+                f"{new} new requests, {len(free)} free of {self.max_num_seqs} tails, {behind} more behind open "
                 f"executions, {lost} in doubt and never to be taken again; finish those, end requests or raise "
                 f"max_num_seqs" + (", or restart the worker" if lost else "")
             )
         self.refuse_void(chunks)
-        for chunk in chunks:
-            known = self._seats.get(chunk.request, _Seat(SeatIndex(-1)))
-            if not known.low <= chunk.start <= known.high:
+        for chunk, held in zip(chunks, known, strict=True):
+            low, high = (held.low, held.high) if held is not None else (0, 0)
+            if not low <= chunk.start <= high:
                 raise UnknownPosition(
-                    f"request {chunk.request!r} starts at {chunk.start}, its tail allows [{known.low}, {known.high}]; "
+                    f"request {chunk.request!r} starts at {chunk.start}, its tail allows [{low}, {high}]; "
                     f"a request without a tail starts at 0"
                 )
-        mappings = {ratio: [map_chunk(pool.shape, chunk) for chunk in chunks] for ratio, pool in self._pools.items()}
-        for chunk in new:
-            self._free.remove(free[0])
-            self._seats[chunk.request] = _Seat(free.pop(0))
-        seats = [self._seats[request] for request in requests]
-        lists = {ratio: self._list(ratio, chunks, seats, mappings[ratio], slot) for ratio in self._pools}
-        for chunk, seat in zip(chunks, seats, strict=True):
+        mappings = {ratio: map_chunks(pool.shape, chunks) for ratio, pool in self._pools.items()}
+        seats: list[_Seat] = []
+        continued: list[SeatIndex] = []
+        taken: list[SeatIndex] = []
+        for chunk, held in zip(chunks, known, strict=True):
+            seat = held or _Seat(free.pop(0))
+            (continued if held else taken).append(seat.index)
             seat.low, seat.high = chunk.low, chunk.end
-        taken = {chunk.request for chunk in new}
-        return StepPlan(
-            lists=lists,
-            continued=tuple(self._seats[request].index for request in requests if request not in taken),
-            taken=tuple(self._seats[request].index for request in requests if request in taken),
-            holders=tuple(seats),
-        )
+            seats.append(seat)
+            if not held:
+                self._free.remove(seat.index)
+                self._seats[chunk.request] = seat
+        indices = np.array([seat.index for seat in seats], np.int64)
+        lists = {}
+        for ratio, pool in self._pools.items():
+            columns, ids = pool.move(mappings[ratio], indices, slot)
+            starts = mappings[ratio].start.astype(np.int32)
+            lists[ratio] = PageList(pool.shape, tuple(chunks), columns, ids, starts)
+        return StepPlan(lists=lists, continued=tuple(continued), taken=tuple(taken), holders=tuple(seats))
 
     def refuse_void(self, chunks: Sequence[RequestChunk]) -> None:
         """Refuse requests whose tails must not be read, before anything is taken for them.
@@ -225,22 +285,6 @@ class TailStore:
             known = self._seats.get(chunk.request)
             if known is not None and known.void is not None:
                 raise TailVoid(f"request {chunk.request!r} lost its tail: {known.void}; end it and start it anew")
-
-    def _list(
-        self, ratio: int, chunks: Sequence[RequestChunk], seats: list[_Seat], mappings: list[Mapping], slot: SlotIndex
-    ) -> PageList:
-        pool = self._pools[ratio]
-        shape = pool.shape
-        columns = np.full((len(chunks), shape.list_ids), NO_COLUMN, np.int32)
-        ids = np.zeros((shape.layers, len(chunks), shape.list_ids), np.int32)
-        for lane, (seat, mapping) in enumerate(zip(seats, mappings, strict=True)):
-            moved = pool.move(mapping, seat.mapped.get(ratio, range(0)), seat.index, slot, lane)
-            pages = [*mapping.history, *mapping.fresh]
-            columns[lane, : len(pages)] = [page - mapping.first_column for page in pages]
-            ids[:, lane, : len(pages)] = moved
-            seat.mapped[ratio] = mapping.tail
-        starts = np.array([mapping.start for mapping in mappings], np.int32)
-        return PageList(shape=shape, chunks=tuple(chunks), columns=columns, ids=ids, starts=starts)
 
     def end(self, request: RequestId) -> SeatIndex:
         """Give back a request's seat. Its pages stay with the seat, whose next request waits for the seat's last lease.
@@ -259,9 +303,9 @@ class TailStore:
         Raises:
             UnknownRequest: the request holds no seat.
         """
-        seat = self._find(request)
-        mapped = seat.mapped.get(ratio, range(0))
-        return mapped, self._pools[ratio].owned[:, seat.index, : len(mapped)].copy()
+        seat, pool = self._find(request).index, self._pools[ratio]
+        mapped = range(*pool.mapped[:, seat].tolist())
+        return mapped, pool.owned[:, seat, : len(mapped)].copy()
 
     def _find(self, request: RequestId) -> _Seat:
         if request not in self._seats:

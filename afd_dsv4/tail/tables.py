@@ -13,6 +13,7 @@ operator's rules, `rules.py` checks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NewType
 
@@ -28,6 +29,7 @@ NULL_PAGE = PageId(0)
 NO_COLUMN = -1
 
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -63,47 +65,41 @@ class RequestChunk:
 
 @dataclass(frozen=True)
 class Mapping:
-    """Logical pages of one chunk and ratio.
+    """Logical pages of the chunks of one execution and ratio; every field has one entry a chunk.
 
     Attributes:
-        history: pages of the rows that the launch reads.
-        tail: pages of the rows that a later forward may read.
+        history: first page of the rows that the launch reads, and the one behind the last; int64 [2, requests].
+        tail: the same of the rows that a later forward may read.
         first_column: logical page at column 0 of the state table.
         start: re-based start.
     """
 
-    history: range
-    tail: range
-    first_column: int
-    start: int
-
-    @property
-    def fresh(self) -> range:
-        """Tail pages that the launch does not read: they take pages that nobody reads in this launch."""
-        return range(max(self.tail.start, self.history.stop), self.tail.stop)
-
-    @property
-    def kept(self) -> range:
-        """Pages in both: a partial page that is continued in place."""
-        return range(self.tail.start, min(self.tail.stop, self.history.stop))
-
-    @property
-    def left(self) -> range:
-        """History pages that no later forward reads."""
-        return range(self.history.start, min(self.history.stop, max(self.tail.start, self.history.start)))
+    history: Int64Array
+    tail: Int64Array
+    first_column: Int64Array
+    start: Int64Array
 
 
-def map_chunk(shape: TailShape, chunk: RequestChunk) -> Mapping:
-    """The logical pages that a launch of `chunk` must map."""
-    if chunk.drafts > shape.drafts:
+def map_chunks(shape: TailShape, chunks: Sequence[RequestChunk]) -> Mapping:
+    """The logical pages that a launch of `chunks` must map: `TailShape.need`, `live`, `pages` and `base`, for arrays.
+
+    Raises:
+        ValueError: a chunk has more drafts than the tails are sized for.
+    """
+    rows = [(chunk.start, chunk.end, chunk.drafts) for chunk in chunks]
+    start, end, drafts = np.array(rows, np.int64).reshape(-1, 3).T
+    if (beyond := drafts > shape.drafts).any():
+        chunk = chunks[int(beyond.argmax())]
         raise ValueError(f"chunk of {chunk.request!r} has {chunk.drafts} drafts; tails are sized for {shape.drafts}")
-    base = shape.base(chunk.start)
-    history = shape.pages(shape.need(chunk.start))
-    tail = shape.pages(shape.live(chunk.low, chunk.end))
-    if not tail:
-        # An empty tail lies behind everything: then all history is left, nothing is kept.
-        tail = range(history.stop, history.stop)
-    return Mapping(history=history, tail=tail, first_column=base // shape.page_rows, start=chunk.start - base)
+    rows_of, pages_of = shape.ratio, shape.page_rows
+    first = np.stack([start, end - drafts])  # the oldest row that is read from the start on, and from the next one
+    first = np.maximum(first // rows_of * rows_of - shape.reach, 0)
+    last = np.stack([start, end])
+    # Without rows: no page of the history; and a tail behind everything, so that all history is left, nothing is kept.
+    spans = np.stack([first // pages_of, np.where(first < last, -(-last // pages_of), last // pages_of)])
+    history, tail = spans[:, 0], np.where(first[1] < end, spans[:, 1], spans[1, 0])
+    base = np.maximum(start - shape.reach, 0) // shape.period * shape.period
+    return Mapping(history=history, tail=tail, first_column=base // pages_of, start=start - base)
 
 
 @dataclass(frozen=True)

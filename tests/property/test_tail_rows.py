@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from afd_dsv4.tail.rows import TailShape
-from afd_dsv4.tail.tables import RequestChunk, RequestId, map_chunk
+from afd_dsv4.tail.tables import RequestChunk, RequestId, map_chunks
 from tests.strategies import LENGTHS, shapes
 
 
@@ -89,13 +89,19 @@ def test_columns_suffice_wherever_a_launch_starts(shape: TailShape, start: int, 
     assert (start - shape.base(start) + tokens - 1) // shape.page_rows < shape.columns(tokens)
 
 
-@given(shapes(drafts=st.integers(0, 9)), st.integers(0, 3000), LENGTHS, st.data())
-def test_history_and_tail_are_split_into_kept_left_and_fresh(
-    shape: TailShape, start: int, tokens: int, data: st.DataObject
+@given(shapes(drafts=st.integers(0, 9)), st.lists(st.tuples(st.integers(0, 3000), LENGTHS), max_size=5), st.data())
+def test_chunks_are_mapped_in_one_go_as_the_rules_of_rows_say_one_by_one(
+    shape: TailShape, spans: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    drafts = data.draw(st.integers(0, min(shape.drafts, tokens - 1)))
-    mapping = map_chunk(shape, RequestChunk(RequestId("r"), start, start + tokens, drafts))
-    history, tail = set(mapping.history), set(mapping.tail)
-    assert set(mapping.kept) == history & tail
-    assert set(mapping.left) == history - tail
-    assert set(mapping.fresh) == tail - history
+    chunks = []
+    for start, tokens in spans:
+        drafts = data.draw(st.integers(0, min(shape.drafts, tokens - 1)))
+        chunks.append(RequestChunk(RequestId("r"), start, start + tokens, drafts))
+    mapping = map_chunks(shape, chunks)
+    for i, chunk in enumerate(chunks):
+        history, tail = (range(*part[:, i].tolist()) for part in (mapping.history, mapping.tail))
+        assert history == shape.pages(shape.need(chunk.start))
+        assert set(tail) == set(shape.pages(shape.live(chunk.low, chunk.end)))
+        assert tail or tail.start == history.stop
+        assert mapping.start[i] == chunk.start - shape.base(chunk.start)
+        assert mapping.first_column[i] * shape.page_rows == shape.base(chunk.start)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 
 from afd_dsv4.tail.rows import TailShape
 from afd_dsv4.tail.store import SlotIndex, TailFull, TailStore, TailVoid, UnknownPosition, UnknownRequest
-from afd_dsv4.tail.tables import PageList, RequestChunk, RequestId
+from afd_dsv4.tail.tables import NO_COLUMN, PageList, RequestChunk, RequestId
+from tests.scalar_store import ScalarStore
 from tests.strategies import LENGTHS, shapes
 from tests.symbolic import SymbolicPool, expected
 
@@ -66,6 +68,53 @@ def test_any_chunking_of_any_mix_of_requests_reads_only_its_own_rows(
                 driver.store.end(gone)
                 del position[gone]
             live[live.index(gone)] = RequestId(f"r{next(names)}")
+
+
+@settings(max_examples=60)
+@given(st.lists(shapes(drafts=st.integers(0, 4)), min_size=1, max_size=2, unique_by=lambda s: s.ratio), st.data())
+def test_plans_equal_those_made_the_long_way_whatever_has_gone_before(
+    several: list[TailShape], data: st.DataObject
+) -> None:
+    """Ids, columns, starts, tails and owners: mixes of prompts, decodes, drafts, ends and requests that come anew."""
+    shapes, rng = {shape.ratio: shape for shape in several}, data.draw(st.randoms(use_true_random=False))
+    store = TailStore(shapes, max_num_seqs=4, slots=2)
+    scalar = ScalarStore(shapes, max_num_seqs=4, slots=2)
+    drafts = min(shape.drafts for shape in several)
+    names = (RequestId(f"r{number}") for number in itertools.count())
+    open_: dict[RequestId, tuple[int, int]] = {}
+    for step in range(data.draw(st.integers(1, 12))):
+        slot = SlotIndex(step % 2)
+        for request in [request for request in open_ if rng.random() < 0.1]:
+            store.end(request)
+            scalar.end(request)
+            del open_[request]
+        while len(open_) < 4 and rng.random() < 0.7:
+            open_[next(names)] = (0, 0)
+        chunks = []
+        for request in rng.sample([*open_], rng.randint(0, len(open_))):
+            start = rng.randint(*open_[request])
+            tokens = rng.choice([1, 1 + drafts, rng.randint(1, 40), rng.randint(1, 700)])
+            taken_back = rng.randint(0, min(drafts, tokens - 1))
+            chunks.append(RequestChunk(request, start, start + tokens, taken_back))
+            open_[request] = (start + tokens - taken_back, start + tokens)
+        plan, want = store.plan(chunks, slot), scalar.plan(chunks, slot)
+        open_ = {request: span for request, span in open_.items() if request in scalar.seats}  # others never began
+        for ratio, shape in shapes.items():
+            pages, long = plan.lists[ratio], want[ratio]
+            assert pages.starts.tolist() == long.starts
+            for lane, columns in enumerate(long.columns):
+                padding = shape.list_ids - len(columns)
+                assert pages.columns[lane].tolist() == columns + [NO_COLUMN] * padding
+                for layer in range(shape.layers):
+                    assert pages.ids[layer, lane].tolist() == long.ids[layer][lane] + [0] * padding
+            assert pages.columns.shape == (len(chunks), shape.list_ids)
+            assert pages.ids.shape == (shape.layers, len(chunks), shape.list_ids)
+            assert {pages.columns.dtype, pages.ids.dtype, pages.starts.dtype} == {np.dtype(np.int32)}
+            assert store.owners(ratio).tolist() == scalar.pools[ratio].owners()
+            for request, seat in scalar.seats.items():
+                mapped, ids = store.tail(request, ratio)
+                assert [*mapped] == scalar.pools[ratio].mapped[seat]
+                assert ids.tolist() == [owned[seat][: len(mapped)] for owned in scalar.pools[ratio].owned]
 
 
 @pytest.mark.parametrize("drafts", range(1, 10))

@@ -15,7 +15,7 @@ import pytest
 
 from afd_dsv4.tail.rows import TailShape
 from afd_dsv4.tail.store import SlotIndex, TailStore, UnknownPosition
-from afd_dsv4.tail.tables import RequestChunk, RequestId, map_chunk
+from afd_dsv4.tail.tables import RequestChunk, RequestId, map_chunks
 from tests.symbolic import SymbolicPool, expected
 
 R = RequestId("r")
@@ -29,11 +29,12 @@ def rows_after(drafts: int, told: int, accepted: int, prompt: int) -> bool:
     shape, pool = TailShape(4, True, 2, layers=1, drafts=told), SymbolicPool(TailShape(4, True, 2, layers=1))
 
     def launch(chunk: RequestChunk) -> object:
-        mapping = map_chunk(shape, chunk)
+        mapping = map_chunks(shape, [chunk])
         table = np.zeros((1, shape.columns(64)), np.int32)
-        for page in (*mapping.history, *mapping.tail):
-            table[0, page - mapping.first_column] = page + 1
-        return pool.launch((chunk,), table, np.array([mapping.start], np.int32))
+        for pages in (mapping.history, mapping.tail):
+            for page in range(*pages[:, 0]):
+                table[0, page - mapping.first_column[0]] = page + 1
+        return pool.launch((chunk,), table, mapping.start.astype(np.int32))
 
     launch(RequestChunk(R, 0, prompt))
     end = prompt + 1 + drafts

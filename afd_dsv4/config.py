@@ -4,10 +4,11 @@
 
 Problem: a misspelt option that is silently ignored leaves the server as it was, and looks like a plugin that does not
 work.
-Way: one frozen dataclass with a default for every setting, read from the environment; an unknown key or a wrong value
-is refused in one line that names the known ones. The environment, because plugin functions run before vLLM has a
-configuration, and because some vllm-ascend versions refuse an unknown key in `additional_config`.
-Not here: whether a mode can be had in this release (`gate.py`). It imports neither torch nor vLLM.
+Way: one frozen dataclass with a default for every setting, read from `additional_config["afd_dsv4"]` and from the
+environment; an unknown key, a wrong value, or one setting in two places is refused in one line. `additional_config`
+travels with vLLM's configuration to every process; the environment serves where a vllm-ascend forbids keys that are
+not its own (0.23.0 and 0.26 do not), and to switch the plugin off without touching a command line.
+Not here: whether a mode can be had (`gate.py`). It imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any, Final
 
 from afd_dsv4.geometry import InputError
 
+#: Our key of vLLM's `additional_config`.
+KEY: Final = "afd_dsv4"
 #: Environment variable with all settings, a JSON object.
 CONFIG_VARIABLE: Final = "AFD_DSV4_CONFIG"
 #: Environment variable with the mode alone, for those who want nothing else.
@@ -44,7 +47,8 @@ class Settings:
     Attributes:
         mode: `off` by default.
         slots: workspace slots, one per execution in flight.
-        drafts: draft tokens of speculative decoding that one forward may have to take back.
+        drafts: draft tokens of speculative decoding that one forward may have to take back; None for as many as
+            vLLM's speculative configuration says.
 
     Raises:
         InputError: a value out of range.
@@ -52,49 +56,93 @@ class Settings:
 
     mode: Mode = Mode.OFF
     slots: int = DEFAULT_SLOTS
-    drafts: int = 0
+    drafts: int | None = None
 
     def __post_init__(self) -> None:
         _check("mode", self.mode, isinstance(self.mode, Mode), f"choose one of {', '.join(m.value for m in Mode)}")
-        _check("slots", self.slots, _whole(self.slots) and self.slots >= 1, "it must be a whole number of at least 1")
-        _check("drafts", self.drafts, _whole(self.drafts) and self.drafts >= 0, "it must be a whole number, 0 or more")
+        _check("slots", self.slots, _whole(self.slots, 1), "it must be a whole number of at least 1")
+        good = self.drafts is None or _whole(self.drafts, 0)
+        _check("drafts", self.drafts, good, "it must be a whole number, 0 or more")
+
+    def as_mapping(self) -> dict[str, str | int]:
+        """What `from_mapping` makes the same settings of; plain enough for JSON."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: getattr(value, "value", value) for name, value in given.items() if value is not None}
 
 
-def from_environment(environment: Mapping[str, str]) -> Settings:
-    """Read the settings of a process: `AFD_DSV4_CONFIG`, a JSON object, and `AFD_DSV4_MODE` in place of its `mode`.
+def read(additional_config: object, environment: Mapping[str, str]) -> Settings:
+    """Read `additional_config["afd_dsv4"]`, `AFD_DSV4_CONFIG` (a JSON object) and `AFD_DSV4_MODE` (its `mode` alone).
 
     A variable that is not set, or blank, sets nothing. Blanks around the mode and its case do not count.
 
+    Args:
+        additional_config: vLLM's. It need not be a mapping, but only a mapping can hold our key.
+        environment: such as `os.environ`.
+
     Raises:
-        InputError: no JSON, a mode in both, or what `from_mapping` refuses.
+        InputError: no JSON, one setting in two places, or what `from_mapping` refuses.
     """
-    text = environment.get(CONFIG_VARIABLE, "").strip()
-    values = _parse(text) if text else {}
-    mode = environment.get(MODE_VARIABLE, "").strip()
-    if mode and isinstance(values, dict):
-        if "mode" in values:
-            found = f"{mode!r} in {MODE_VARIABLE} and {reprlib.repr(values['mode'])} in {CONFIG_VARIABLE}"
-            raise InputError("setting mode", found, "set it in one of the two")
-        values = {**values, "mode": mode.lower()}
-    return from_mapping(values)
+    return from_mapping(_gather(additional_config, environment))
 
 
-def from_mapping(values: Mapping[str, object]) -> Settings:
+def entered(additional_config: object) -> Settings:
+    """The settings that the plugin works with, as it entered them in the configuration; for a worker's process.
+
+    Raises:
+        InputError: nobody entered any, so that nobody decided either.
+    """
+    if not isinstance(additional_config, Mapping) or KEY not in additional_config:
+        raise InputError(f"additional_config[{KEY!r}]", "missing", "ask for a mode, and leave worker_cls to the plugin")
+    return from_mapping(additional_config[KEY], f"additional_config[{KEY!r}]")
+
+
+def switched_off(environment: Mapping[str, str]) -> bool:
+    """Whether the environment alone says `off` in so many words. Then nothing else is asked.
+
+    Raises:
+        InputError: an environment that cannot be read.
+    """
+    values = _gather(None, environment)
+    return "mode" in values and from_mapping(values).mode is Mode.OFF
+
+
+def from_mapping(values: Mapping[str, object], place: str = "settings") -> Settings:
     """Read settings from a mapping such as a parsed JSON object; missing keys take their defaults.
 
     Raises:
         InputError: an unknown key, or a value of the wrong kind or out of range.
     """
     if not isinstance(values, Mapping):
-        raise InputError("settings", type(values).__name__, "give an object with one entry per setting")
+        raise InputError(place, type(values).__name__, "give an object with one entry per setting")
     known = [field.name for field in fields(Settings)]
     unknown = sorted(str(key) for key in values if key not in known)
     if unknown:
-        raise InputError("settings", f"unknown {', '.join(map(repr, unknown))}", f"known are {', '.join(known)}")
+        raise InputError(place, f"unknown {', '.join(map(repr, unknown))}", f"known are {', '.join(known)}")
     given = dict(values)
     if isinstance(given.get("mode"), str) and given["mode"] in {mode.value for mode in Mode}:
         given["mode"] = Mode(given["mode"])
     return Settings(**given)  # type: ignore[arg-type]  # Settings checks every value itself
+
+
+def _gather(additional_config: object, environment: Mapping[str, str]) -> dict[str, object]:
+    """Every setting that was given, each checked to stand in one place only."""
+    places: list[tuple[str, Any]] = []
+    if isinstance(additional_config, Mapping) and KEY in additional_config:
+        places.append((f"additional_config[{KEY!r}]", additional_config[KEY]))
+    if text := environment.get(CONFIG_VARIABLE, "").strip():
+        places.append((CONFIG_VARIABLE, _parse(text)))
+    if mode := environment.get(MODE_VARIABLE, "").strip():
+        places.append((MODE_VARIABLE, {"mode": mode.lower()}))
+    found: dict[str, str] = {}
+    values: dict[str, object] = {}
+    for place, given in places:
+        from_mapping(given, place)  # so that an error names the place
+        for key, value in given.items():
+            here = f"{reprlib.repr(value)} in {place}"
+            if key in found:
+                raise InputError(f"setting {key}", f"{found[key]} and {here}", "set it in one place only")
+            found[key], values[key] = here, value
+    return values
 
 
 def _parse(text: str) -> Any:
@@ -111,8 +159,8 @@ def _parse(text: str) -> Any:
         raise InputError(CONFIG_VARIABLE, found, 'give one such as {"mode": "afd", "slots": 2}') from None
 
 
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _check(name: str, value: object, good: bool, remedy: str) -> None:

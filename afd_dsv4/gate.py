@@ -1,56 +1,362 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
-"""Decides whether the plugin may change anything in this process, and says why.
+"""Decides whether the plugin works in an engine, and says why.
 
-Problem: a plugin that silently stays off looks exactly like one that works, until the queue is stuck. So every
-decision carries its reasons, and a mode that was asked for and refused is told apart from a mode that was never asked
-for.
-
-Chosen way: a pure function from the settings to a frozen :class:`Decision`. In this release the integration into the
-model runner does not exist, hence every mode ends in "off": ``off`` because it was asked for, ``afd`` and ``colocated``
-as a refusal.
-
-What it does not do: it reads no environment, looks at no installed package and changes nothing.
+Problem: a plugin that silently stays off looks exactly like one that works, until the queue is stuck; and one that
+works where a feature of the engine breaks its assumptions corrupts memory. So every decision carries its reasons, all
+of them at once, and a mode that was asked for and refused is told apart from one that was never asked for.
+Way: a pure function from the settings and the facts of one engine (`EngineFacts`, plain values) to a frozen
+`Decision`. It fails closed: what is not known to be right is refused, by name. Features that depend on the adapter are
+refused unless the adapter says that it covers them.
+Not here: where the facts come from (`compat/facts.py`), and what "on" changes (`plugin.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from afd_dsv4.config import Mode, Settings
+from afd_dsv4.geometry import InputError, ModelGeometry, PageLayout, page_layout
+from afd_dsv4.workspace.sizing import WorkspaceSizes, size_workspace
+
+NPU_PLATFORM: Final = "vllm_ascend.platform.NPUPlatform"
+#: The only worker class that an adapter's own may stand in for.
+NATIVE_WORKER: Final = "vllm_ascend.worker.worker.NPUWorker"
+#: Devices whose page sizes `geometry` knows.
+DEVICES: Final = ("A2", "A3")
+ATTENTION: Final = "attention"
+NO_GRAPHS: Final = "NONE"
+
+# What an adapter may cover.
+AFD: Final = "afd"
+ASYNC_SCHEDULING: Final = "async_scheduling"
+FULL_GRAPHS: Final = "full_graphs"
+OPTIMISTIC_STARTS: Final = "optimistic_starts"
+OVERLAP: Final = "overlap"
+PIECEWISE_GRAPHS: Final = "piecewise_graphs"
+PREFIX_CACHING: Final = "prefix_caching"
+UBATCHES: Final = "ubatches"
+MTP: Final = "mtp"  # vLLM's own name of the method; other methods go by theirs
+COVERABLE: Final = frozenset(
+    {
+        AFD,
+        ASYNC_SCHEDULING,
+        FULL_GRAPHS,
+        OPTIMISTIC_STARTS,
+        OVERLAP,
+        PIECEWISE_GRAPHS,
+        PREFIX_CACHING,
+        UBATCHES,
+        MTP,
+        "ngram",
+    }
+)
+_GRAPHS: Final = {"FULL": FULL_GRAPHS, "PIECEWISE": PIECEWISE_GRAPHS}  # words of vLLM's names
+
+#: Facts that must be known, wherever they come from.
+_REQUIRED: Final = (
+    "device",
+    "model_type",
+    "worker_cls",
+    "prefix_caching",
+    "decode_context_parallel",
+    "prefill_context_parallel",
+    "pipeline_parallel",
+    "dsa_context_parallel",
+    "model_runner_v2",
+    "sleep_mode",
+    "overlap",
+    "async_scheduling",
+    "graphs",
+    "ubatches",
+    "native_tail",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+)
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What one engine is configured to do. None means that the configuration did not say, see `unread`.
+
+    Attributes:
+        stack: the installed versions, for people.
+        stack_name: name of the supported stack that they are, None where they are none.
+        worker_class: the adapter's worker class for this stack, None where there is no adapter.
+        covers: what that adapter covers, of `COVERABLE`.
+        drift: what in the installed stack is not as recorded, one sentence each.
+        unread: attributes that should have been in vLLM's configuration and were not, as dotted paths.
+        platform: qualified name of vLLM's platform class.
+        device: name of the Ascend device type, such as "A2".
+        model_type: of the Hugging Face config.
+        geometry: the model, None where `geometry_error` says why not.
+        geometry_error: why there is no geometry.
+        afd_role: role in afd-plugin's configuration, None without one.
+        worker_cls: worker class that vLLM is about to use.
+        kv_transfer: name of what moves KV blocks out of this engine (a connector, offloading), None for nothing.
+        prefix_caching: whether a request may start behind position 0 with blocks of another.
+        decode_context_parallel, prefill_context_parallel, pipeline_parallel: sizes.
+        dsa_context_parallel: whether vllm-ascend's dsa_cp is on.
+        model_runner_v2: whether vLLM's second model runner is in use.
+        sleep_mode: whether the engine may give its device memory away and take other memory later.
+        overlap: whether vllm-ascend runs part of the attention on a second stream (multistream_dsv4_dsa_overlap).
+        async_scheduling: whether the scheduler runs ahead of the sampled tokens.
+        speculative_method: None without speculative decoding.
+        speculative_tokens: drafts per step.
+        graphs: name of vLLM's graph mode.
+        ubatches: micro-batches that one forward is cut into; 0 or 1 for none.
+        native_tail: whether vllm-ascend bounds the compressor state itself
+            (enable_dsv4_shared_compressor_workspace, vllm-project/vllm-ascend#15452), and is told to.
+        max_num_seqs, max_num_batched_tokens, block_size: vLLM's.
+
+    Raises:
+        ValueError: something covered that nobody asks for.
+    """
+
+    stack: str
+    stack_name: str | None
+    worker_class: str | None
+    covers: frozenset[str]
+    drift: tuple[str, ...]
+    unread: tuple[str, ...]
+    platform: str
+    device: str | None
+    model_type: str | None
+    geometry: ModelGeometry | None
+    geometry_error: str | None
+    afd_role: str | None
+    worker_cls: str | None
+    kv_transfer: str | None
+    prefix_caching: bool | None
+    decode_context_parallel: int | None
+    prefill_context_parallel: int | None
+    pipeline_parallel: int | None
+    dsa_context_parallel: bool | None
+    model_runner_v2: bool | None
+    sleep_mode: bool | None
+    overlap: bool | None
+    async_scheduling: bool | None
+    speculative_method: str | None
+    speculative_tokens: int
+    graphs: str | None
+    ubatches: int | None
+    native_tail: bool | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    block_size: int | None
+
+    def __post_init__(self) -> None:
+        if unknown := self.covers - COVERABLE:
+            raise ValueError(f"covers {sorted(unknown)}; what an adapter may cover is {sorted(COVERABLE)}")
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What one process may do.
+    """What the plugin does in one engine.
 
-    :param requested: the mode that was asked for.
-    :param active: whether anything upstream may be wrapped. Always False in this release.
-    :param refused: whether a mode other than ``off`` was asked for and not given.
-    :param reasons: one sentence each, never empty.
+    Attributes:
+        requested: the mode that was asked for.
+        active: whether the plugin works.
+        refused: whether a mode other than `off` was asked for and not given.
+        reasons: one sentence each, never empty.
+        settings: what the plugin works with, nothing left open; None where it does not.
+        sizes: the memory that it takes on one worker; None where it does not work.
+
+    Raises:
+        ValueError: no reason, active and refused at once, or active without settings and sizes.
     """
 
     requested: Mode
     active: bool
     refused: bool
     reasons: tuple[str, ...]
+    settings: Settings | None = None
+    sizes: WorkspaceSizes | None = None
 
     def __post_init__(self) -> None:
         if not self.reasons:
             raise ValueError("a decision needs at least one reason")
         if self.active and self.refused:
             raise ValueError("a decision cannot be active and refused at once")
+        if self.active is (self.settings is None or self.sizes is None):
+            raise ValueError("a decision has settings and sizes exactly when it is active")
 
     def line(self) -> str:
-        """Return the decision as one line for the log."""
+        """The decision as one line for the log."""
         verdict = "on" if self.active else "refused, stays off" if self.refused else "off"
-        return f"mode {self.requested.value!r}: {verdict} ({'; '.join(self.reasons)})"
+        why = self.reasons if len(self.reasons) == 1 else [f"{n}. {why}" for n, why in enumerate(self.reasons, 1)]
+        return f"mode {self.requested.value!r}: {verdict} ({'; '.join(why)}){self._takes()}"
+
+    def _takes(self) -> str:
+        if self.sizes is None:
+            return ""
+        tails, slots = self.sizes.tail_bytes, self.sizes.device_bytes - self.sizes.tail_bytes
+        return (
+            f", {self.sizes.slots} slots, {_mib(self.sizes.device_bytes)} on each worker"
+            f" (tails {_mib(tails)}, slots {_mib(slots)})"
+        )
 
 
-def decide(settings: Settings) -> Decision:
-    """Decide on the mode that the settings ask for."""
+def off(reason: str) -> Decision:
+    """A decision for an engine that nobody wants the plugin in."""
+    return Decision(Mode.OFF, active=False, refused=False, reasons=(reason,))
+
+
+def decide(settings: Settings, facts: EngineFacts) -> Decision:
+    """Decide for one engine. On only where there is nothing to object, see `objections`."""
     mode = settings.mode
     if mode is Mode.OFF:
-        return Decision(mode, active=False, refused=False, reasons=("no other mode was asked for",))
-    reason = "not available in this release: the integration into the model runner is not there yet, native code runs"
-    return Decision(mode, active=False, refused=True, reasons=(reason,))
+        return off("no other mode was asked for")
+    if mode is Mode.AFD and facts.afd_role not in (None, ATTENTION):
+        # The same settings serve both roles; only attention has a compressor.
+        why = f"the AFD role here is {facts.afd_role!r}; only {ATTENTION!r} has a compressor"
+        return Decision(mode, active=False, refused=False, reasons=(why,))
+    reasons = tuple(objections(settings, facts))
+    if reasons:
+        return Decision(mode, active=False, refused=True, reasons=reasons)
+    drafts = facts.speculative_tokens if settings.drafts is None else settings.drafts
+    whole = Settings(mode, settings.slots, drafts)
+    asked = "colocated was asked for" if mode is Mode.COLOCATED else f"AFD role {ATTENTION!r}"
+    sizes = _sizes(whole, facts)
+    return Decision(mode, active=True, refused=False, reasons=(asked,), settings=whole, sizes=sizes)
+
+
+def objections(settings: Settings, facts: EngineFacts) -> Iterator[str]:
+    """Every reason against a mode other than off: what was asked or is needed; what was found; what to do."""
+    yield from _against_stack(facts)
+    yield from _against_role(settings.mode, facts)
+    yield from _against_model(facts)
+    yield from _against_engine(facts)
+    yield from _against_uncovered(facts)
+    yield from _against_limits(settings, facts)
+
+
+def _against_stack(facts: EngineFacts) -> Iterator[str]:
+    if facts.platform != NPU_PLATFORM:
+        yield _no("vLLM's platform", facts.platform, "list Ascend's plugins beside ours in VLLM_PLUGINS, or unset it")
+    else:
+        unread = facts.unread or tuple(name for name in _REQUIRED if getattr(facts, name) is None)
+        if unread:
+            yield _no("vLLM's configuration", f"cannot read {', '.join(unread)}", "report it with this line")
+    if facts.stack_name is None:
+        yield _no("installed stack", f"{facts.stack}, which is none of the supported ones", "install a supported one")
+    elif facts.worker_class is None:
+        yield _no("installed stack", f"{facts.stack_name}, which has no adapter yet", "install one that has")
+    if facts.drift:
+        found = f"{len(facts.drift)} differences from what was recorded, such as: {facts.drift[0]}"
+        yield _no("contracts of the stack", found, "see `afd-dsv4 compat check`")
+    if facts.worker_cls not in (None, NATIVE_WORKER, facts.worker_class):
+        yield _no("worker class", str(facts.worker_cls), f"leave it to vllm-ascend, which takes {NATIVE_WORKER}")
+    if facts.device is not None and facts.device not in DEVICES:
+        yield _no("device", facts.device, f"its page sizes are not in yet; use {' or '.join(DEVICES)}")
+
+
+def _against_role(mode: Mode, facts: EngineFacts) -> Iterator[str]:
+    if mode is Mode.AFD and facts.afd_role is None:
+        yield _no("mode 'afd'", 'no additional_config["afd"]', "configure afd-plugin, or ask for mode 'colocated'")
+    elif mode is Mode.AFD and AFD not in facts.covers:
+        yield _uncovered("mode 'afd'", f"AFD role {facts.afd_role!r}", "there is no way yet; serve natively")
+    elif mode is Mode.COLOCATED and facts.afd_role is not None:
+        yield _no("mode 'colocated'", f"AFD role {facts.afd_role!r}", "ask for mode 'afd'")
+
+
+def _against_model(facts: EngineFacts) -> Iterator[str]:
+    if facts.model_type not in (None, "deepseek_v4"):
+        yield _no("model", repr(facts.model_type), "only deepseek_v4 has these compressors")
+    elif facts.geometry_error:
+        yield facts.geometry_error
+    elif facts.geometry and not facts.geometry.compressors:
+        yield _no("model", "no layer with a compressor", "native code needs no help")
+    elif facts.geometry and facts.stack_name and facts.block_size:
+        try:
+            _layout(facts).check_holds(facts.geometry)
+        except InputError as error:
+            yield str(error)
+
+
+def _against_engine(facts: EngineFacts) -> Iterator[str]:
+    if facts.native_tail:
+        remedy = "vllm-ascend bounds the state itself; leave it so with mode 'off', or drop that key"
+        yield _no("native tail mode", "enable_dsv4_shared_compressor_workspace", remedy)
+    if facts.kv_transfer:
+        yield _no("KV transfer", facts.kv_transfer, "tails are not transferred; drop the connector")
+    if facts.prefix_caching and PREFIX_CACHING not in facts.covers:
+        remedy = "a hit needs a tail that nobody kept (checkpoints are not in yet); set --no-enable-prefix-caching"
+        yield _no("prefix caching", "on", remedy)
+    for what, option, size in (
+        ("decode context parallelism", "--decode-context-parallel-size", facts.decode_context_parallel),
+        ("prefill context parallelism", "--prefill-context-parallel-size", facts.prefill_context_parallel),
+        ("pipeline parallelism", "--pipeline-parallel-size", facts.pipeline_parallel),
+    ):
+        if size is not None and size != 1:
+            yield _no(what, str(size), f"set {option} 1")
+    if facts.dsa_context_parallel:
+        yield _no("dsa_cp", "on", 'set additional_config "enable_dsa_cp" to false')
+    if facts.model_runner_v2:
+        yield _no("model runner", "V2", "set VLLM_USE_V2_MODEL_RUNNER=0")
+    if facts.sleep_mode:
+        yield _no("sleep mode", "on", "tails do not survive it; drop --enable-sleep-mode")
+
+
+def _against_uncovered(facts: EngineFacts) -> Iterator[str]:
+    if facts.overlap and OVERLAP not in facts.covers:
+        remedy = 'set additional_config "multistream_dsv4_dsa_overlap" to false'
+        yield _uncovered("multistream overlap", "on (vllm-ascend's default)", remedy)
+    if facts.async_scheduling and ASYNC_SCHEDULING not in facts.covers:
+        yield _uncovered("asynchronous scheduling", "on (vLLM's default)", "set --no-async-scheduling")
+    method = facts.speculative_method
+    if method is not None and method not in facts.covers:
+        yield _uncovered("speculative decoding", method, "drop --speculative-config")
+    if method is not None and facts.async_scheduling and OPTIMISTIC_STARTS not in facts.covers:
+        found = "drafts with asynchronous scheduling, where the host's start of a chunk may be too far ahead"
+        yield _uncovered("exact starts", found, "set --no-async-scheduling, or drop --speculative-config")
+    graphs = facts.graphs or NO_GRAPHS
+    needs = {feature for word, feature in _GRAPHS.items() if word in graphs}
+    if graphs != NO_GRAPHS and (not needs or needs - facts.covers):
+        yield _uncovered("graph mode", graphs, "set --enforce-eager")
+    if facts.ubatches is not None and facts.ubatches > 1 and UBATCHES not in facts.covers:
+        yield _uncovered("uBatches", str(facts.ubatches), "drop --enable-dbo and --ubatch-size")
+
+
+def _against_limits(settings: Settings, facts: EngineFacts) -> Iterator[str]:
+    if settings.drafts is not None and settings.drafts < facts.speculative_tokens:
+        found = f"{settings.drafts} where vLLM drafts {facts.speculative_tokens} tokens a step"
+        yield _no("setting drafts", found, "leave it out, or give at least as many")
+    if facts.ubatches is not None and settings.slots < facts.ubatches:
+        yield _no("setting slots", f"{settings.slots} for {facts.ubatches} uBatches", "give one for each at least")
+
+
+def _layout(facts: EngineFacts) -> PageLayout:
+    assert facts.stack_name is not None
+    assert facts.block_size is not None
+    return page_layout(facts.stack_name, facts.block_size)
+
+
+def _sizes(settings: Settings, facts: EngineFacts) -> WorkspaceSizes:
+    """Only where nothing objects, so nothing is missing."""
+    assert facts.geometry is not None
+    assert facts.max_num_seqs is not None
+    assert facts.max_num_batched_tokens is not None
+    return size_workspace(
+        facts.geometry,
+        _layout(facts),
+        max_num_seqs=facts.max_num_seqs,
+        max_num_batched_tokens=facts.max_num_batched_tokens,
+        drafts=settings.drafts or 0,
+        slots=settings.slots,
+    )
+
+
+def _no(what: str, found: str, remedy: str) -> str:
+    return f"{what}: {found}; {remedy}"
+
+
+def _uncovered(what: str, found: str, remedy: str) -> str:
+    return _no(what, f"{found}, which the adapter of this stack does not cover", remedy)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

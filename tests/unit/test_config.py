@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
-"""Settings: strict, with a default for everything, from a mapping and from the environment."""
+"""Settings: strict, with a default for everything, from vLLM's additional_config and from the environment."""
 
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from afd_dsv4.config import Mode, Settings, from_environment, from_mapping
+from afd_dsv4.config import Mode, Settings, entered, from_mapping, read, switched_off
 from afd_dsv4.geometry import InputError
+
+
+def from_environment(environment):
+    return read(None, environment)
 
 
 def test_an_empty_mapping_leaves_everything_off():
@@ -72,13 +78,13 @@ def test_the_mode_may_stand_in_a_variable_of_its_own_beside_other_settings(mode)
         ({"AFD_DSV4_CONFIG": '{"mode": "afd"'}, "AFD_DSV4_CONFIG: "),
         ({"AFD_DSV4_CONFIG": "mode=afd"}, 'give one such as {"mode": "afd", "slots": 2}'),
         ({"AFD_DSV4_CONFIG": "[" * 100_000}, "is no JSON object"),
-        ({"AFD_DSV4_CONFIG": '["afd"]'}, "settings: list"),
-        ({"AFD_DSV4_CONFIG": '["afd"]', "AFD_DSV4_MODE": "afd"}, "settings: list"),
-        ({"AFD_DSV4_CONFIG": "null"}, "settings: NoneType"),
+        ({"AFD_DSV4_CONFIG": '["afd"]'}, "AFD_DSV4_CONFIG: list"),
+        ({"AFD_DSV4_CONFIG": '["afd"]', "AFD_DSV4_MODE": "afd"}, "AFD_DSV4_CONFIG: list"),
+        ({"AFD_DSV4_CONFIG": "null"}, "AFD_DSV4_CONFIG: NoneType"),
         ({"AFD_DSV4_CONFIG": '{"mode": "off", "mode": "afd"}'}, "'mode' stands there twice"),
         ({"AFD_DSV4_CONFIG": '{"slot": 2}'}, "unknown 'slot'; known are mode, slots, drafts"),
         ({"AFD_DSV4_CONFIG": '{"slots": NaN}'}, "setting slots: nan"),
-        ({"AFD_DSV4_CONFIG": '{"mode": "off"}', "AFD_DSV4_MODE": "afd"}, "set it in one of the two"),
+        ({"AFD_DSV4_CONFIG": '{"mode": "off"}', "AFD_DSV4_MODE": "afd"}, "set it in one place only"),
         ({"AFD_DSV4_MODE": "turbo"}, "setting mode: 'turbo'; choose one of off, afd, colocated"),
     ],
 )
@@ -88,3 +94,84 @@ def test_an_environment_that_cannot_be_read_is_refused_in_one_line(environment, 
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("additional", [None, {}, {"afd": {"role": "ffn"}}, "a hash", {"afd_dsv4": {}}])
+def test_an_additional_config_without_our_settings_leaves_everything_off(additional):
+    assert read(additional, {}) == Settings()
+
+
+def test_settings_from_vllm_and_from_the_environment_complete_each_other():
+    additional = {"afd": {"role": "attention"}, "afd_dsv4": {"slots": 3}}
+    environment = {"AFD_DSV4_CONFIG": '{"drafts": 1}', "AFD_DSV4_MODE": "afd"}
+    assert read(additional, environment) == Settings(Mode.AFD, slots=3, drafts=1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "places"),
+    [
+        (
+            {"AFD_DSV4_CONFIG": '{"mode": "afd"}'},
+            ("'colocated' in additional_config['afd_dsv4']", "'afd' in AFD_DSV4_CON"),
+        ),
+        (
+            {"AFD_DSV4_MODE": "colocated"},
+            ("'colocated' in additional_config['afd_dsv4']", "'colocated' in AFD_DSV4_MODE"),
+        ),
+    ],
+)
+def test_one_setting_in_two_places_is_refused_naming_both(environment, places):
+    with pytest.raises(InputError) as caught:
+        read({"afd_dsv4": {"mode": "colocated"}}, environment)
+    assert all(place in str(caught.value) for place in places)
+    assert "setting mode" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ours", "says"),
+    [
+        ({"slot": 2}, "additional_config['afd_dsv4']: unknown 'slot'; known are mode, slots, drafts"),
+        (True, "additional_config['afd_dsv4']: bool"),
+        (None, "additional_config['afd_dsv4']: NoneType"),
+        ("colocated", "additional_config['afd_dsv4']: str"),
+        ({"mode": "on"}, "setting mode: 'on'"),
+        ({"mode": "AFD"}, "setting mode: 'AFD'"),
+    ],
+)
+def test_an_additional_config_that_cannot_be_read_is_refused_in_one_line(ours, says):
+    with pytest.raises(InputError) as caught:
+        read({"afd_dsv4": ours}, {})
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@given(st.sampled_from(list(Mode)), st.integers(1, 9), st.none() | st.integers(0, 9))
+def test_entered_settings_are_read_again_as_they_were(mode, slots, drafts):
+    settings = Settings(mode, slots, drafts)
+    assert from_mapping(settings.as_mapping()) == settings
+    assert entered({"afd_dsv4": settings.as_mapping()}) == settings
+
+
+@pytest.mark.parametrize("additional", [None, {}, {"afd": {}}])
+def test_settings_that_nobody_entered_are_refused(additional):
+    with pytest.raises(InputError, match="missing"):
+        entered(additional)
+
+
+@pytest.mark.parametrize(
+    ("environment", "off"),
+    [
+        ({}, False),
+        ({"AFD_DSV4_CONFIG": "{}"}, False),
+        ({"AFD_DSV4_MODE": "Off"}, True),
+        ({"AFD_DSV4_CONFIG": '{"mode": "off"}'}, True),
+        ({"AFD_DSV4_MODE": "afd"}, False),
+    ],
+)
+def test_only_an_environment_that_says_off_switches_off(environment, off):
+    assert switched_off(environment) is off
+
+
+def test_an_environment_that_cannot_be_read_does_not_switch_off():
+    with pytest.raises(InputError):
+        switched_off({"AFD_DSV4_MODE": "off", "AFD_DSV4_CONFIG": "{"})

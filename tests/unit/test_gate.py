@@ -1,146 +1,266 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
-"""The gate and the plugin functions without vLLM: off by default, never silent, never raising, nothing heavy loaded."""
+"""The gate: on only where nothing speaks against it, every reason by name, and what nobody knows is a reason too."""
 
 from __future__ import annotations
 
-import logging
-import subprocess
-import sys
+from dataclasses import fields, replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from afd_dsv4 import gate, plugin
-from afd_dsv4.config import CONFIG_VARIABLE, MODE_VARIABLE, Mode, Settings
+from afd_dsv4 import gate
+from afd_dsv4.config import Mode, Settings
+from afd_dsv4.gate import COVERABLE, Decision, EngineFacts, decide
+from afd_dsv4.geometry import ModelGeometry, preset
+
+WORKER = "afd_dsv4.compat.adapters.example.AfdDsv4Worker"
+#: An engine that nothing speaks against, with an adapter that covers nothing in particular.
+PLAIN = EngineFacts(
+    stack="vllm 0.23.0, vllm-ascend 0.23.0",
+    stack_name="vllm-ascend-0.23.0",
+    worker_class=WORKER,
+    covers=frozenset(),
+    drift=(),
+    unread=(),
+    platform="vllm_ascend.platform.NPUPlatform",
+    device="A2",
+    model_type="deepseek_v4",
+    geometry=preset("flash"),
+    geometry_error=None,
+    afd_role=None,
+    worker_cls="vllm_ascend.worker.worker.NPUWorker",
+    kv_transfer=None,
+    prefix_caching=False,
+    decode_context_parallel=1,
+    prefill_context_parallel=1,
+    pipeline_parallel=1,
+    dsa_context_parallel=False,
+    model_runner_v2=False,
+    sleep_mode=False,
+    overlap=False,
+    async_scheduling=False,
+    speculative_method=None,
+    speculative_tokens=0,
+    graphs="NONE",
+    ubatches=0,
+    native_tail=False,
+    max_num_seqs=4,
+    max_num_batched_tokens=32_768,
+    block_size=128,
+)
+COLOCATED = Settings(Mode.COLOCATED)
+
+#: What is changed, and what the one reason must say: what was asked, what was found, what to do.
+ALONE = {
+    "platform": ({"platform": "vllm.platforms.cpu.CpuPlatform"}, ("platform", "CpuPlatform", "VLLM_PLUGINS")),
+    "unknown stack": ({"stack_name": None}, ("stack", "vllm 0.23.0, vllm-ascend 0.23.0", "install")),
+    "no adapter": ({"worker_class": None}, ("stack", "no adapter", "install")),
+    "drift": ({"drift": ("Compressor moved", "b")}, ("contracts", "2 differences", "Compressor moved", "compat check")),
+    "unread": ({"unread": ("vllm_config.a", "vllm_config.b")}, ("configuration", "vllm_config.a, vllm_config.b")),
+    "worker": ({"worker_cls": "my.Worker"}, ("worker class", "my.Worker", "NPUWorker")),
+    "xlite": ({"worker_cls": "vllm_ascend.xlite.xlite_worker.XliteWorker"}, ("worker class", "XliteWorker")),
+    "A5": ({"device": "A5"}, ("device", "A5", "A2 or A3")),
+    "310P": ({"device": "_310P"}, ("device", "_310P", "A2 or A3")),
+    "other model": ({"model_type": "deepseek_v3", "geometry": None, "geometry_error": "x"}, ("model", "'deepseek_v3'")),
+    "odd model": ({"geometry": None, "geometry_error": "model: ratio 2; V4.1"}, ("ratio 2", "V4.1")),
+    "no compressor": ({"geometry": ModelGeometry("x", 1024, 2, (0, 0))}, ("no layer with a compressor",)),
+    "wide rows": ({"geometry": ModelGeometry("x", 1024, 1, (4,), head_dim=4096)}, ("state page of layer 0", "bytes")),
+    "block size": ({"block_size": 16}, ("block size", "16", "32, 64, 128")),
+    "native tail": ({"native_tail": True}, ("native tail", "enable_dsv4_shared_compressor_workspace", "mode 'off'")),
+    "KV transfer": ({"kv_transfer": "MooncakeConnector"}, ("KV transfer", "MooncakeConnector", "drop the connector")),
+    "prefix caching": ({"prefix_caching": True}, ("prefix caching", "--no-enable-prefix-caching")),
+    "DCP": ({"decode_context_parallel": 2}, ("decode context", "2", "--decode-context-parallel-size 1")),
+    "PCP": ({"prefill_context_parallel": 4}, ("prefill context", "4", "--prefill-context-parallel-size 1")),
+    "PP": ({"pipeline_parallel": 3}, ("pipeline", "3", "--pipeline-parallel-size 1")),
+    "dsa_cp": ({"dsa_context_parallel": True}, ("dsa_cp", "enable_dsa_cp")),
+    "runner V2": ({"model_runner_v2": True}, ("model runner", "V2", "VLLM_USE_V2_MODEL_RUNNER=0")),
+    "sleep mode": ({"sleep_mode": True}, ("sleep mode", "--enable-sleep-mode")),
+    "overlap": ({"overlap": True}, ("overlap", "does not cover", "multistream_dsv4_dsa_overlap")),
+    "async": ({"async_scheduling": True}, ("asynchronous scheduling", "does not cover", "--no-async-scheduling")),
+    "MTP": ({"speculative_method": "mtp", "speculative_tokens": 1}, ("speculative", "mtp", "--speculative-config")),
+    "eagle": ({"speculative_method": "eagle"}, ("speculative", "eagle", "does not cover")),
+    "optimistic starts": (
+        {
+            "speculative_method": "mtp",
+            "async_scheduling": True,
+            "covers": frozenset({gate.MTP, gate.ASYNC_SCHEDULING}),
+        },
+        ("exact starts", "too far ahead", "--no-async-scheduling"),
+    ),
+    "full graphs": ({"graphs": "FULL_DECODE_ONLY"}, ("graph mode", "FULL_DECODE_ONLY", "--enforce-eager")),
+    "piecewise": ({"graphs": "PIECEWISE"}, ("graph mode", "PIECEWISE", "--enforce-eager")),
+    "half covered graphs": (
+        {"graphs": "FULL_AND_PIECEWISE", "covers": frozenset({gate.FULL_GRAPHS})},
+        ("graph mode", "FULL_AND_PIECEWISE"),
+    ),
+    "unheard-of graphs": (
+        {"graphs": "SOME", "covers": COVERABLE},
+        ("graph mode", "SOME"),
+    ),
+    "uBatches": ({"ubatches": 2}, ("uBatches", "2", "--enable-dbo")),
+    "AFD role": ({"afd_role": "attention"}, ("mode 'colocated'", "'attention'", "mode 'afd'")),
+}
 
 
-@pytest.fixture(autouse=True)
-def fresh_state(monkeypatch):
-    monkeypatch.setattr(plugin, "_state", None)
-    for variable in (CONFIG_VARIABLE, MODE_VARIABLE):
-        monkeypatch.delenv(variable, raising=False)
-
-
-def registered(caplog):
-    with caplog.at_level(logging.INFO, "vllm.plugins.afd_dsv4"):
-        plugin.register()
-    state = plugin.state()
-    assert state is not None
-    return state
+def refused(settings: Settings = COLOCATED, **changes: object) -> tuple[str, ...]:
+    decision = decide(settings, replace(PLAIN, **changes))  # type: ignore[arg-type]
+    assert decision.refused
+    assert not decision.active
+    return decision.reasons
 
 
 def test_off_is_the_default_and_no_refusal():
-    decision = gate.decide(Settings())
+    decision = decide(Settings(), PLAIN)
     assert (decision.requested, decision.active, decision.refused) == (Mode.OFF, False, False)
 
 
-@pytest.mark.parametrize("mode", [Mode.AFD, Mode.COLOCATED])
-def test_a_mode_that_this_release_lacks_is_refused_and_says_so(mode):
-    decision = gate.decide(Settings(mode))
-    assert decision.refused
-    assert not decision.active
-    assert "not available in this release" in decision.line()
+def test_colocated_is_on_where_nothing_speaks_against_it():
+    decision = decide(COLOCATED, PLAIN)
+    assert decision.active
+    assert decision.reasons == ("colocated was asked for",)
+    assert decision.settings == Settings(Mode.COLOCATED, slots=2, drafts=0)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_each_obstacle_alone_is_the_one_reason_and_says_what_was_found_and_what_to_do(name):
+    changes, words = ALONE[name]
+    (reason,) = refused(**changes)
+    assert all(word in reason for word in words), reason
+    assert "\n" not in reason
+
+
+@pytest.mark.parametrize("field", sorted(gate._REQUIRED))
+def test_what_nobody_could_read_is_a_reason_by_name(field):
+    reasons = refused(**{field: None})
+    assert any("vLLM's configuration: cannot read" in reason and field in reason for reason in reasons)
+
+
+def test_every_fact_that_may_be_unknown_is_either_required_or_none_by_nature():
+    optional = {field.name for field in fields(EngineFacts) if "None" in str(field.type)}
+    by_nature = {"afd_role", "kv_transfer", "speculative_method"}
+    elsewhere = {"stack_name", "worker_class", "geometry", "geometry_error"}
+    assert optional - by_nature - elsewhere == set(gate._REQUIRED)
+
+
+def test_without_ascend_the_platform_is_the_reason_and_not_what_could_not_be_read_of_it():
+    reasons = refused(
+        platform="vllm.platforms.cpu.CpuPlatform", device=None, overlap=None, unread=("vllm_ascend.utils",)
+    )
+    assert [reason.split(":")[0] for reason in reasons] == ["vLLM's platform"]
+
+
+def test_several_obstacles_are_all_told_at_once():
+    reasons = refused(
+        kv_transfer="X", device="A5", prefix_caching=True, pipeline_parallel=2, overlap=True, drift=("d",)
+    )
+    assert len(reasons) == 6
+    line = decide(COLOCATED, replace(PLAIN, device="A5", sleep_mode=True)).line()
+    assert "(1. device: A5" in line
+    assert "; 2. sleep mode: on" in line
+
+
+@pytest.mark.parametrize(
+    ("feature", "changes"),
+    [
+        (gate.OVERLAP, {"overlap": True}),
+        (gate.ASYNC_SCHEDULING, {"async_scheduling": True}),
+        (gate.MTP, {"speculative_method": "mtp", "speculative_tokens": 2}),
+        (gate.FULL_GRAPHS, {"graphs": "FULL_DECODE_ONLY"}),
+        (gate.FULL_GRAPHS, {"graphs": "FULL"}),
+        (gate.PIECEWISE_GRAPHS, {"graphs": "PIECEWISE"}),
+        (gate.UBATCHES, {"ubatches": 2}),
+        (gate.PREFIX_CACHING, {"prefix_caching": True}),
+    ],
+)
+def test_what_an_adapter_covers_is_no_obstacle_and_covers_nothing_else(feature, changes):
+    assert refused(**changes, covers=COVERABLE - {feature})
+    assert decide(COLOCATED, replace(PLAIN, **changes, covers=frozenset({feature}))).active
+
+
+def test_an_adapter_cannot_cover_what_nobody_asks_for():
+    with pytest.raises(ValueError, match="overlaps"):
+        replace(PLAIN, covers=frozenset({"overlaps"}))
+
+
+def test_afd_without_the_afd_plugin_is_refused():
+    (reason,) = refused(Settings(Mode.AFD), covers=frozenset({gate.AFD}))
+    assert "additional_config" in reason
+
+
+def test_afd_on_the_ffn_side_is_off_and_no_refusal():
+    decision = decide(Settings(Mode.AFD), replace(PLAIN, afd_role="ffn", device="A5", kv_transfer="X"))
+    assert (decision.active, decision.refused) == (False, False)
+    assert "'ffn'" in decision.reasons[0]
+
+
+def test_afd_on_the_attention_side_needs_an_adapter_that_covers_it():
+    (reason,) = refused(Settings(Mode.AFD), afd_role="attention")
+    assert "does not cover" in reason
+    facts = replace(PLAIN, afd_role="attention", covers=frozenset({gate.AFD}))
+    assert decide(Settings(Mode.AFD), facts).active
+
+
+def test_drafts_come_from_the_speculative_configuration_unless_given():
+    facts = replace(PLAIN, speculative_method="mtp", speculative_tokens=2, covers=frozenset({gate.MTP}))
+    taken = [decide(Settings(Mode.COLOCATED, drafts=drafts), facts).settings for drafts in (None, 2, 3)]
+    assert [settings.drafts for settings in taken if settings] == [2, 2, 3]
+    refusal = decide(Settings(Mode.COLOCATED, drafts=1), facts)
+    assert refusal.reasons == (
+        "setting drafts: 1 where vLLM drafts 2 tokens a step; leave it out, or give at least as many",
+    )
+
+
+def test_fewer_slots_than_ubatches_are_refused():
+    (reason,) = refused(Settings(Mode.COLOCATED, slots=1), ubatches=2, covers=frozenset({gate.UBATCHES}))
+    assert "setting slots: 1 for 2 uBatches" in reason
+
+
+def test_the_line_tells_the_memory_that_is_taken():
+    # One C4 layer with its indexer, one C128 layer; block size 128: pages of 8 and of 32 rows.
+    geometry = ModelGeometry("x", 1024, 2, (4, 128))
+    decision = decide(Settings(Mode.COLOCATED, slots=3), replace(PLAIN, geometry=geometry, max_num_seqs=4))
+    # A request's worst phase: 2 C4 pages (a page of 8 rows is not aligned to a tail of 4 to 7), 4 C128 pages.
+    c4, indexer, c128 = 8 * 2048 * 4, 8 * 512 * 4, 32 * 1024 * 4
+    tails = 4 * (2 * (c4 + indexer) + 4 * c128) + c4 + indexer + c128  # and a null page of each kind
+    assert decision.sizes is not None
+    assert decision.sizes.tail_bytes == tails
+    rest = decision.sizes.device_bytes - tails
+    assert rest > 0
+    expected = f", 3 slots, {(tails + rest) / 2**20:.1f} MiB on each worker (tails {tails / 2**20:.1f} MiB, slots "
+    assert expected in decision.line()
 
 
 def test_a_decision_without_a_reason_cannot_be_made():
     with pytest.raises(ValueError, match="reason"):
-        gate.Decision(Mode.OFF, active=False, refused=False, reasons=())
+        Decision(Mode.OFF, active=False, refused=False, reasons=())
 
 
-def test_a_decision_cannot_be_active_and_refused():
-    with pytest.raises(ValueError, match="at once"):
-        gate.Decision(Mode.AFD, active=True, refused=True, reasons=("x",))
+@pytest.mark.parametrize(("active", "refused_too"), [(True, True), (True, False)])
+def test_a_decision_cannot_be_active_and_refused_or_active_with_nothing_to_work_with(active, refused_too):
+    with pytest.raises(ValueError, match="a decision"):
+        Decision(Mode.AFD, active=active, refused=refused_too, reasons=("x",))
 
 
-def test_register_logs_one_line_however_often_it_runs(caplog):
-    with caplog.at_level(logging.INFO, "vllm.plugins.afd_dsv4"):
-        for _ in range(3):
-            plugin.register()
-    assert len(caplog.records) == 1
-    assert "mode 'off': off" in caplog.text
-    state = plugin.state()
-    assert state is not None
-    assert state.calls == 3
-    assert state.error is None
-
-
-def test_register_warns_when_a_mode_was_asked_for_and_not_given(caplog, monkeypatch):
-    monkeypatch.setenv(MODE_VARIABLE, "afd")
-    state = registered(caplog)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "stays off" in caplog.text
-    assert state.decision == gate.decide(Settings(Mode.AFD))
-
-
-def test_register_reads_all_settings_from_one_variable(caplog, monkeypatch):
-    monkeypatch.setenv(CONFIG_VARIABLE, '{"mode": "colocated", "slots": 3}')
-    state = registered(caplog)
-    assert state.settings == Settings(Mode.COLOCATED, slots=3)
-    assert "mode 'colocated': refused, stays off" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("variable", "text", "says"),
-    [
-        (CONFIG_VARIABLE, '{"modes": "afd"}', "settings: unknown 'modes'; known are mode, slots, drafts"),
-        (CONFIG_VARIABLE, '{"mode":\n', "is no JSON object"),
-        (MODE_VARIABLE, "turbo", "setting mode: 'turbo'; choose one of off, afd, colocated"),
-    ],
+@given(
+    names=st.lists(st.sampled_from(sorted(ALONE)), max_size=4),
+    covers=st.frozensets(st.sampled_from(sorted(COVERABLE))),
+    mode=st.sampled_from(list(Mode)),
+    role=st.sampled_from([None, "attention", "ffn"]),
 )
-def test_settings_that_cannot_be_read_leave_the_plugin_off_with_one_error_line(
-    caplog, monkeypatch, variable, text, says
-):
-    monkeypatch.setenv(variable, text)
-    registered(caplog)
-    state = registered(caplog)  # the second time says nothing new
-    assert (state.calls, state.settings, state.decision) == (2, None, None)
-    assert says in state.error
-    assert [record.levelname for record in caplog.records] == ["ERROR"]
-    line = caplog.records[0].getMessage()
-    assert "stays off: " in line
-    assert line.endswith(state.error)
-    assert "\n" not in line
-
-
-def test_register_recovers_once_the_settings_can_be_read(caplog, monkeypatch):
-    monkeypatch.setenv(CONFIG_VARIABLE, "{")
-    assert registered(caplog).error
-    monkeypatch.delenv(CONFIG_VARIABLE)
-    assert registered(caplog).error is None
-    assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"]
-
-
-def test_register_survives_a_gate_that_fails_and_keeps_the_error(caplog, monkeypatch):
-    def broken(settings):
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(plugin, "decide", broken)
-    assert registered(caplog).error == "RuntimeError: planted"
-    assert "stays off: RuntimeError: planted" in caplog.text
-
-
-def test_register_survives_a_logger_that_fails_too(monkeypatch):
-    class BrokenLogger:
-        def log(self, *args):
-            raise OSError("disk full")
-
-        error = log
-
-    monkeypatch.setattr(plugin, "_logger", BrokenLogger())
-    plugin.register()
-    state = plugin.state()
-    assert state is not None
-    assert state.error == "OSError: disk full"
-
-
-def test_platform_claims_none():
-    assert plugin.platform() is None
-
-
-def test_loading_and_registering_imports_none_of_the_stack():
-    code = (
-        "import sys; from afd_dsv4 import plugin; plugin.register(); plugin.platform();"
-        "print(sorted({'torch', 'torch_npu', 'vllm', 'vllm_ascend', 'transformers', 'numpy'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def test_it_is_never_on_with_an_objection_and_never_refused_without_one(names, covers, mode, role):
+    changes: dict[str, object] = {}
+    for name in names:
+        changes |= ALONE[name][0]
+    facts = replace(PLAIN, **(changes | {"covers": covers, "afd_role": role}))  # type: ignore[arg-type]
+    settings = Settings(mode)
+    decision = decide(settings, facts)
+    against = tuple(gate.objections(settings, facts))
+    if decision.active:
+        assert not against
+    if decision.refused:
+        assert decision.reasons == against
+    if mode is Mode.OFF or (mode is Mode.AFD and role == "ffn"):
+        assert not decision.active
+        assert not decision.refused

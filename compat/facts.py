@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""Reads from vLLM's configuration what the gate decides on.
+
+Problem: a default that is guessed where an attribute has moved makes the gate say yes to something nobody looked at.
+Way: every attribute is read by its exact path and must have its type; one that is not there, or is something else, is
+noted in `EngineFacts.unread`, and the gate refuses. What vllm-ascend makes of its own options is asked of the modules
+that its platform has loaded, and not worked out again here.
+Not here: the decision. Nothing of vLLM is imported; a process without vllm-ascend gets facts all the same.
+
+Sources (0.23.0 of both): `vllm/config/*.py`; `vllm_ascend/ascend_config.py:AscendConfig`, `get_ascend_config`;
+`vllm_ascend/utils.py:enable_dsa_cp`, `get_ascend_device_type`; `additional_config["afd"]` of vllm-project/afd-plugin.
+"""
+
+from __future__ import annotations
+
+import reprlib
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+from afd_dsv4.compat.adapters import ADAPTERS
+from afd_dsv4.compat.stack import InstalledStack
+from afd_dsv4.gate import EngineFacts
+from afd_dsv4.geometry import InputError, ModelGeometry, from_hf_config
+
+_MISSING: Final = object()
+#: Only a vllm-ascend that has this function has the native tail mode (vllm-project/vllm-ascend#15452).
+_NATIVE_TAIL_GATE: Final = "get_dsv4_shared_compressor_workspace_fallback_reasons"
+_NATIVE_TAIL_KEY: Final = "enable_dsv4_shared_compressor_workspace"
+
+
+def facts_from(vllm_config: Any, platform: type, stack: InstalledStack, drift: tuple[str, ...] = ()) -> EngineFacts:
+    """Read the facts of one engine.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`, after the platform's `check_and_update_config`.
+        platform: class of vLLM's current platform.
+        stack: what is installed.
+        drift: what in the stack is not as recorded.
+    """
+    unread: list[str] = []
+    config = _Reader("vllm_config", vllm_config, unread)
+    model, cache = config.inner("model_config"), config.inner("cache_config")
+    parallel, scheduler = config.inner("parallel_config"), config.inner("scheduler_config")
+    drafting = config.optional("speculative_config")
+    speculative = _Reader("vllm_config.speculative_config", _MISSING if drafting is None else drafting, unread)
+    additional = config.read("additional_config", Mapping) or {}
+    hf_config = model.inner("hf_config").call("to_dict").whole(Mapping) or {}
+    geometry, geometry_error = _geometry(hf_config)
+    adapter = ADAPTERS.get(stack.name or "")
+    return EngineFacts(
+        stack=str(stack),
+        stack_name=stack.name,
+        worker_class=adapter.worker if adapter else None,
+        covers=adapter.covers if adapter else frozenset(),
+        drift=drift,
+        platform=f"{platform.__module__}.{platform.__qualname__}",
+        device=_device(unread),
+        model_type=_text(hf_config.get("model_type")),
+        geometry=geometry,
+        geometry_error=geometry_error,
+        afd_role=_afd_role(additional),
+        worker_cls=parallel.read("worker_cls", str),
+        kv_transfer=_kv_transfer(config, cache),
+        prefix_caching=cache.read("enable_prefix_caching", bool),
+        decode_context_parallel=parallel.read("decode_context_parallel_size", int),
+        prefill_context_parallel=parallel.read("prefill_context_parallel_size", int),
+        pipeline_parallel=parallel.read("pipeline_parallel_size", int),
+        dsa_context_parallel=bool(additional.get("enable_dsa_cp", False)),
+        model_runner_v2=config.read("use_v2_model_runner", bool),
+        sleep_mode=model.read("enable_sleep_mode", bool),
+        overlap=_overlap(vllm_config, unread),
+        async_scheduling=scheduler.read("async_scheduling", bool),
+        speculative_method=speculative.read("method", str),
+        speculative_tokens=speculative.read("num_speculative_tokens", int) or 0,
+        graphs=config.inner("compilation_config").inner("cudagraph_mode").read("name", str),
+        ubatches=parallel.read("num_ubatches", int),
+        native_tail=_native_tail(additional),
+        max_num_seqs=scheduler.read("max_num_seqs", int),
+        max_num_batched_tokens=scheduler.read("max_num_batched_tokens", int),
+        block_size=cache.read("block_size", int),
+        unread=tuple(unread),
+    )
+
+
+class _Reader:
+    """Reads attributes by their exact path and notes what is not there; behind a note it reads None."""
+
+    def __init__(self, path: str, value: object, unread: list[str]) -> None:
+        self._path, self._value, self._unread = path, value, unread
+
+    def inner(self, name: str) -> _Reader:
+        """A reader of an attribute that must be there."""
+        return self._reader(name, self._get(name))
+
+    def optional(self, name: str) -> Any:
+        """An attribute that may be None, of any type."""
+        value = self._get(name)
+        return None if value is _MISSING else value
+
+    def read(self, name: str, kind: type) -> Any:
+        """An attribute of this type."""
+        return self._reader(name, self._get(name)).whole(kind)
+
+    def whole(self, kind: type) -> Any:
+        """The value itself, where it is of this type; a bool is no int."""
+        value = self._value
+        if value is _MISSING:
+            return None
+        if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+            return value
+        self._unread.append(self._path)
+        return None
+
+    def call(self, name: str) -> _Reader:
+        """A reader of what a function without arguments returns."""
+        function = self._get(name)
+        if function is not _MISSING and not callable(function):
+            self._note(name)
+            function = _MISSING
+        return self._reader(f"{name}()", _MISSING if function is _MISSING else function())
+
+    def _reader(self, name: str, value: object) -> _Reader:
+        if value is None:
+            self._note(name)
+        return _Reader(f"{self._path}.{name}", _MISSING if value is None else value, self._unread)
+
+    def _get(self, name: str) -> Any:
+        if self._value is _MISSING:
+            return _MISSING
+        value = getattr(self._value, name, _MISSING)
+        if value is _MISSING:
+            self._note(name)
+        return value
+
+    def _note(self, name: str) -> None:
+        self._unread.append(f"{self._path}.{name}")
+
+
+def _geometry(hf_config: Mapping[str, Any]) -> tuple[ModelGeometry | None, str | None]:
+    try:
+        return from_hf_config(hf_config, "model"), None
+    except InputError as error:
+        return None, str(error)
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _afd_role(additional: Mapping[str, Any]) -> str | None:
+    """Role of afd-plugin: its own key or the alias; a role that cannot be read is none that we know."""
+    afd = additional.get("afd")
+    if afd is None:
+        return None
+    role = afd.get("role", afd.get("afd_role")) if isinstance(afd, Mapping) else afd
+    return role if isinstance(role, str) else reprlib.repr(role)
+
+
+def _kv_transfer(config: _Reader, cache: _Reader) -> str | None:
+    """A connector, or the offloading that vLLM turns into one only after the platform has been asked."""
+    transfer = config.optional("kv_transfer_config")
+    if transfer is not None:
+        return f"kv_transfer_config with {getattr(transfer, 'kv_connector', None)}"
+    size = cache.optional("kv_offloading_size")
+    return None if size is None else f"kv_offloading_size {size}"
+
+
+def _device(unread: list[str]) -> Any:
+    return _module("vllm_ascend.utils", unread).call("get_ascend_device_type").read("name", str)
+
+
+def _overlap(vllm_config: object, unread: list[str]) -> Any:
+    """As vllm-ascend has resolved it for this very configuration; its default is on."""
+    ascend = _module("vllm_ascend.ascend_config", unread).call("get_ascend_config")
+    held = ascend.optional("vllm_config")
+    if held is not None and held is not vllm_config:
+        unread.append("vllm_ascend.ascend_config.get_ascend_config() of this engine")
+        return None
+    return ascend.read("multistream_dsv4_dsa_overlap", bool)
+
+
+def _native_tail(additional: Mapping[str, Any]) -> bool:
+    there = hasattr(sys.modules.get("vllm_ascend.ascend_config"), _NATIVE_TAIL_GATE)
+    return there and bool(additional.get(_NATIVE_TAIL_KEY, False))
+
+
+def _module(name: str, unread: list[str]) -> _Reader:
+    if name not in sys.modules:
+        unread.append(name)
+    return _Reader(name, sys.modules.get(name, _MISSING), unread)

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""Facts are read by exact paths: one that is not there is named and refused, never guessed."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from afd_dsv4.compat.facts import facts_from
+from afd_dsv4.compat.stack import InstalledStack
+from afd_dsv4.config import Mode, Settings
+from afd_dsv4.gate import decide
+
+STACK = InstalledStack("3.11.7", "x86_64", "2.13.0+cpu", "2.13.0", "0.23.0", "0.23.0", "5.24.0")
+MODEL = {
+    "model_type": "deepseek_v4",
+    "num_hidden_layers": 3,
+    "compress_ratios": [0, 4, 128],
+    "hidden_size": 1024,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "index_head_dim": 128,
+    "sliding_window": 128,
+    "max_position_embeddings": 4096,
+}
+
+
+class NPUPlatform:
+    """Stands for vllm-ascend's, under its name."""
+
+
+NPUPlatform.__module__ = "vllm_ascend.platform"
+NPUPlatform.__qualname__ = "NPUPlatform"
+
+
+class HfConfig:
+    def __init__(self, values):
+        self.values = values
+
+    def to_dict(self):
+        return self.values
+
+
+def configuration(**additional: Any) -> SimpleNamespace:
+    """The part of vLLM's configuration that is read, with the names and types of vLLM 0.23.0."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=HfConfig(MODEL), enable_sleep_mode=False),
+        cache_config=SimpleNamespace(enable_prefix_caching=False, block_size=128, kv_offloading_size=None),
+        parallel_config=SimpleNamespace(
+            worker_cls="vllm_ascend.worker.worker.NPUWorker",
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            pipeline_parallel_size=1,
+            num_ubatches=0,
+        ),
+        scheduler_config=SimpleNamespace(async_scheduling=True, max_num_seqs=4, max_num_batched_tokens=2048),
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="NONE")),
+        speculative_config=SimpleNamespace(method="mtp", num_speculative_tokens=2),
+        kv_transfer_config=None,
+        use_v2_model_runner=False,
+        additional_config=additional,
+    )
+
+
+@pytest.fixture
+def ascend(monkeypatch):
+    """vllm-ascend's two modules as far as they are asked; yields what it made of the configuration."""
+    resolved = SimpleNamespace(vllm_config=None, multistream_dsv4_dsa_overlap=True)
+    utils, config = ModuleType("vllm_ascend.utils"), ModuleType("vllm_ascend.ascend_config")
+    utils.get_ascend_device_type = lambda: SimpleNamespace(name="A3")  # type: ignore[attr-defined]
+    config.get_ascend_config = lambda: resolved  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm_ascend.utils", utils)
+    monkeypatch.setitem(sys.modules, "vllm_ascend.ascend_config", config)
+    return resolved
+
+
+def read(vllm_config, ascend):
+    ascend.vllm_config = vllm_config
+    return facts_from(vllm_config, NPUPlatform, STACK)
+
+
+def test_everything_is_read_from_its_place(ascend):
+    facts = read(configuration(afd={"role": "attention"}, enable_dsa_cp=True), ascend)
+    assert facts.unread == ()
+    assert facts.stack_name == "vllm-ascend-0.23.0"
+    assert facts.platform == "vllm_ascend.platform.NPUPlatform"
+    assert (facts.device, facts.overlap, facts.native_tail) == ("A3", True, False)
+    assert facts.geometry is not None
+    assert facts.geometry.compress_ratios == (0, 4, 128)
+    assert (facts.afd_role, facts.dsa_context_parallel) == ("attention", True)
+    assert (facts.speculative_method, facts.speculative_tokens) == ("mtp", 2)
+    assert (facts.async_scheduling, facts.prefix_caching, facts.graphs) == (True, False, "NONE")
+    assert (facts.max_num_seqs, facts.max_num_batched_tokens, facts.block_size) == (4, 2048, 128)
+
+
+PATHS = (
+    "model_config.hf_config",
+    "model_config.enable_sleep_mode",
+    "cache_config.enable_prefix_caching",
+    "cache_config.block_size",
+    "cache_config.kv_offloading_size",
+    "parallel_config.worker_cls",
+    "parallel_config.decode_context_parallel_size",
+    "parallel_config.prefill_context_parallel_size",
+    "parallel_config.pipeline_parallel_size",
+    "parallel_config.num_ubatches",
+    "scheduler_config.async_scheduling",
+    "scheduler_config.max_num_seqs",
+    "scheduler_config.max_num_batched_tokens",
+    "compilation_config.cudagraph_mode",
+    "speculative_config.method",
+    "speculative_config.num_speculative_tokens",
+    "kv_transfer_config",
+    "speculative_config",
+    "use_v2_model_runner",
+    "additional_config",
+    "scheduler_config",
+)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_attribute_that_moved_is_named_once_and_refused(path, ascend):
+    vllm_config = configuration()
+    *parents, name = path.split(".")
+    owner = vllm_config
+    for parent in parents:
+        owner = getattr(owner, parent)
+    delattr(owner, name)
+    facts = read(vllm_config, ascend)
+    assert facts.unread == (f"vllm_config.{path}",)
+    decision = decide(Settings(Mode.COLOCATED), facts)
+    assert any(f"cannot read vllm_config.{path}" in reason for reason in decision.reasons)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("cache_config.enable_prefix_caching", None),
+        ("cache_config.block_size", "128"),
+        ("parallel_config.pipeline_parallel_size", True),
+        ("scheduler_config.async_scheduling", 1),
+        ("additional_config", ["afd"]),
+    ],
+)
+def test_a_value_of_another_type_is_not_taken_for_one(path, value, ascend):
+    vllm_config = configuration()
+    *parents, name = path.split(".")
+    owner = getattr(vllm_config, parents[0]) if parents else vllm_config
+    setattr(owner, name, value)
+    assert read(vllm_config, ascend).unread == (f"vllm_config.{path}",)
+
+
+def test_options_that_ascend_resolved_for_another_engine_are_not_taken(ascend):
+    vllm_config = configuration()
+    ascend.vllm_config = configuration()
+    facts = facts_from(vllm_config, NPUPlatform, STACK)
+    assert facts.overlap is None
+    assert "of this engine" in facts.unread[0]
+
+
+def test_a_stack_without_ascends_modules_is_unread_and_nothing_is_imported(monkeypatch):
+    for name in ("vllm_ascend.utils", "vllm_ascend.ascend_config"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    facts = facts_from(configuration(), NPUPlatform, STACK)
+    assert facts.unread == ("vllm_ascend.utils", "vllm_ascend.ascend_config")
+    assert "vllm_ascend.utils" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("afd", "role"),
+    [
+        ({"role": "ffn"}, "ffn"),
+        ({"afd_role": "attention"}, "attention"),
+        ({"connector": "x"}, "None"),
+        ("attention", "attention"),
+        (None, None),
+    ],
+)
+def test_the_afd_role_is_read_under_both_names_and_an_unreadable_one_is_none_that_works(afd, role, ascend):
+    assert read(configuration(afd=afd), ascend).afd_role == role
+
+
+def test_a_connector_and_offloading_both_move_kv(ascend):
+    vllm_config = configuration()
+    vllm_config.cache_config.kv_offloading_size = 4.0
+    assert read(vllm_config, ascend).kv_transfer == "kv_offloading_size 4.0"
+    vllm_config.kv_transfer_config = SimpleNamespace(kv_connector="MooncakeConnector")
+    assert read(vllm_config, ascend).kv_transfer == "kv_transfer_config with MooncakeConnector"
+
+
+def test_the_native_tail_mode_counts_only_where_the_stack_has_it(ascend, monkeypatch):
+    asked = configuration(enable_dsv4_shared_compressor_workspace=True)
+    assert read(asked, ascend).native_tail is False
+    gate = "get_dsv4_shared_compressor_workspace_fallback_reasons"
+    monkeypatch.setattr(sys.modules["vllm_ascend.ascend_config"], gate, list, raising=False)
+    assert read(asked, ascend).native_tail is True
+    assert read(configuration(), ascend).native_tail is False
+
+
+def test_a_model_that_cannot_be_read_is_told_and_not_raised(ascend):
+    vllm_config = configuration()
+    vllm_config.model_config.hf_config = HfConfig(MODEL | {"compress_ratios": [2, 4, 128]})
+    facts = read(vllm_config, ascend)
+    assert facts.geometry is None
+    assert "V4.1" in str(facts.geometry_error)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
-"""The command `afd-dsv4`: `plan` says what a prompt needs, `evidence` runs the demonstration, `trace` judges a run.
+"""The command `afd-dsv4`: `plan` says what a prompt needs, `evidence` runs the demonstration, `trace` judges a run,
+`compat` compares a stack with what the plugin was written against.
 
 Problem: whether a long prompt will ever start is decided by numbers spread over two code bases, and asking a server
 costs a model load.
-Way: `plan` is arithmetic only, `trace` reads one file; neither imports torch or vLLM, so both answer at once. Whatever
+Way: `plan` is arithmetic only, `trace` reads one file, `compat` reads sources; none imports torch or vLLM. Whatever
 is wrong with the input, or with the place that the answer goes to, becomes one line on stderr (what, found, remedy) and
 exit status 2. A reader that has left (`| head`) is nobody's mistake: the command ends silently with the status that
 SIGPIPE would give.
-Not here: the arithmetic (`admission.py`, `workspace/sizing.py`), the judgement (`workspace/order.py`), and the run
-(`evidence/run.py`), which is imported only when it is asked for.
+Not here: the arithmetic (`admission.py`, `workspace/sizing.py`), the judgement (`workspace/order.py`), the comparison
+(`compat/check.py`), and the run (`evidence/run.py`), which is imported only when it is asked for.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 1 for violations, 2 for bad input, or that of the evidence run.
+    """Run the command and return its exit status: 0, 1 for violations or drift, 2 for bad input or an unknown stack, or
+    that of the evidence run.
 
     Raises:
         SystemExit: 0 after `--help` and `--version`, 141 when the reader of the output has left.
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from afd_dsv4.evidence.run import main as evidence  # heavy: torch and, mostly, a whole software NPU
 
             return evidence(options)
-        return _trace(options) if options.command == "trace" else _plan(options)
+        return {"trace": _trace, "compat": _compat, "plan": _plan}[options.command](options)
     except InputError as error:
         _complain(error)
         return EXIT_BAD_INPUT
@@ -131,7 +133,7 @@ def _discard(stream: TextIO) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="afd-dsv4", description="Bounded compressor state for DeepSeek-V4 on Ascend.")
     parser.add_argument("--version", action="version", version=f"afd-dsv4 {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{plan,evidence,trace}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{plan,evidence,trace,compat}")
 
     plan = commands.add_parser(
         "plan",
@@ -192,6 +194,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     draw.add_argument("file", metavar="FILE", help="a trace that was saved")
     draw.add_argument("--out", required=True, metavar="OUT", help="file to write; replaced if it exists")
+
+    compat = commands.add_parser("compat", help="compare a stack with what the plugin was written against")
+    actions = compat.add_subparsers(dest="action", required=True, metavar="{check,record}")
+    compare = actions.add_parser(
+        "check",
+        help="every symbol that differs, and what goes wrong because of it",
+        description="Compares the sources of vLLM and vllm-ascend with a recorded contract; nothing of them is "
+        "imported. Exit status 0: no drift; 1: drift; 2: unknown stack, or bad input.",
+    )
+    compare.add_argument("--json", action="store_true", help="machine-readable answer")
+    write = actions.add_parser(
+        "record",
+        help="write a contract",
+        description="Writes down every symbol of compat/symbols.py as it is in the sources.",
+    )
+    write.add_argument("--out", metavar="OUT", help="file to write, replaced if it exists (default: standard output)")
+    for action in (compare, write):
+        action.add_argument(
+            "--against",
+            action="append",
+            default=[],
+            type=Path,
+            metavar="PATH",
+            help="a checkout, an unpacked wheel or sdist of vllm-ascend or vllm instead of the installed packages; may "
+            "be given twice",
+        )
+        action.add_argument("--stack", metavar="NAME", help="the stack it is taken for")
     return parser
 
 
@@ -240,11 +269,7 @@ def _answer(text: str) -> None:
 def _trace(options: argparse.Namespace) -> int:
     recorded = _recorded(options.file)
     if options.action == "chrome":
-        try:
-            Path(options.out).write_text(json.dumps(chrome(recorded.records)), encoding="utf-8")
-        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-            reason = getattr(error, "strerror", None) or error
-            raise InputError("out", f"cannot write {options.out!r} ({reason})", "choose another file") from None
+        _write(options.out, json.dumps(chrome(recorded.records)))
         return 0
     report = check(recorded.records, recorded.header.dropped)
     if options.json:
@@ -252,6 +277,29 @@ def _trace(options: argparse.Namespace) -> int:
     else:
         _answer("\n".join([*map(str, report.violations), f"trace: {report}"]))
     return EXIT_VIOLATIONS if report.violations else 0
+
+
+def _compat(options: argparse.Namespace) -> int:
+    from afd_dsv4.compat.check import check, record  # griffe, where it is installed
+
+    if options.action == "check":
+        answer = check(options.against, options.stack)
+        _answer(json.dumps(answer.as_dict(), indent=2) if options.json else str(answer))
+        return answer.status
+    text = record(options.against, options.stack).as_json()
+    if options.out:
+        _write(options.out, text)
+    else:
+        _answer(text.removesuffix("\n"))
+    return 0
+
+
+def _write(name: str, text: str) -> None:
+    try:
+        Path(name).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise InputError("out", f"cannot write {name!r} ({reason})", "choose another file") from None
 
 
 def _recorded(name: str) -> Recorded:

@@ -2,16 +2,23 @@
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 """Which stack is installed, read from package metadata.
 
-Problem: the plugin is exact about versions, and importing vLLM or torch_npu to ask costs seconds, or fails.
-Way: `importlib.metadata` only. A package may come under more than one distribution name; the first one found counts.
-Not here: whether the code on disk is what its version says.
+Problem: the plugin is exact about versions, and importing vLLM or torch_npu to ask costs seconds, or fails. A version
+alone does not tell two builds of a development branch apart, and 0.23.0.post1 is not 0.23.0.
+Way: `importlib.metadata` and two files that the packages write about themselves, read as text. A package may come under
+more than one distribution name; two of them at once are one version only where they agree. Local parts (`+empty`,
+`+cpu`) say how a release was built, not which: they are shown, and left out where a stack is named.
+Not here: whether the code on disk is what its version says (`contract.py`).
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import platform
+import re
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Final
 
 #: Names under which each package is distributed; metadata treats `-` and `_` alike.
@@ -23,10 +30,59 @@ _DISTRIBUTIONS: Final = {
     "transformers": ("transformers",),
 }
 
+#: The packages that a contract is about, by their import name.
+PACKAGES: Final = ("vllm", "vllm_ascend")
+_SHORTEST_COMMIT: Final = 7  # digits; fewer are not taken for a commit
+
+
+@dataclass(frozen=True)
+class StackId:
+    """One exact stack that a contract was recorded for.
+
+    Attributes:
+        name: as in `geometry.STACKS` where the plugin supports it.
+        vllm: release of vLLM.
+        vllm_ascend: release of vllm-ascend, None where the commit stands for it.
+        commit: commit of vllm-ascend, as many digits as name it; None where the release does.
+    """
+
+    name: str
+    vllm: str
+    vllm_ascend: str | None = None
+    commit: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.vllm_ascend is None) == (self.commit is None):
+            raise ValueError(f"{self.name}: give the release of vllm-ascend or its commit")
+
+    def matches(self, vllm: str | None, vllm_ascend: str | None, commit: str | None) -> bool:
+        """Whether these versions are this stack; a commit decides only where no release does."""
+        if release(vllm) != self.vllm:
+            return False
+        if self.commit is None:
+            return release(vllm_ascend) == self.vllm_ascend
+        return commit is not None and same_commit(commit, self.commit)
+
+    def __str__(self) -> str:
+        return f"{self.name} (vllm {self.vllm}, vllm-ascend {self.vllm_ascend or self.commit})"
+
+
+#: Every stack with a contract, newest last.
+KNOWN: Final = (
+    StackId("vllm-ascend-0.23.0", vllm="0.23.0", vllm_ascend="0.23.0"),
+    StackId("vllm-ascend-80d8c194f", vllm="0.26.0", commit="80d8c194f"),
+    StackId("vllm-ascend-cf0baa38d", vllm="0.26.0", commit="cf0baa38d"),
+)
+
 
 @dataclass(frozen=True)
 class InstalledStack:
-    """Versions as installed, None where a package is absent. Local parts such as `+cpu` are kept."""
+    """Versions as installed, None where a package is absent. Local parts such as `+cpu` are kept.
+
+    Attributes:
+        vllm_commit: commit that vLLM was built from, None where the package does not say.
+        vllm_ascend_commit: the same of vllm-ascend.
+    """
 
     python: str
     machine: str
@@ -35,34 +91,177 @@ class InstalledStack:
     vllm: str | None
     vllm_ascend: str | None
     transformers: str | None
+    vllm_commit: str | None = None
+    vllm_ascend_commit: str | None = None
 
     def as_dict(self) -> dict[str, str | None]:
         """All versions by name."""
         return asdict(self)
 
     @property
+    def tuple(self) -> tuple[str | None, str | None, str | None]:
+        """The exact stack: releases of vLLM and of vllm-ascend without their local parts, commit of vllm-ascend."""
+        return release(self.vllm), release(self.vllm_ascend), self.vllm_ascend_commit
+
+    @property
     def name(self) -> str | None:
-        """Name of the supported stack this is (see `geometry.STACKS`), None where it is none of them."""
-        return _SUPPORTED.get((_release(self.vllm), _release(self.vllm_ascend)))
+        """Name of the known stack this is (see `KNOWN`), None where it is none of them."""
+        return name_of(self.vllm, self.vllm_ascend, self.vllm_ascend_commit)
 
-
-_SUPPORTED: Final[dict[tuple[str | None, str | None], str]] = {("0.23.0", "0.23.0"): "vllm-ascend-0.23.0"}
+    def __str__(self) -> str:
+        """The two packages that decide, as installed."""
+        vllm = described(self.vllm, self.vllm_commit)
+        return f"vllm {vllm}, vllm-ascend {described(self.vllm_ascend, self.vllm_ascend_commit)}"
 
 
 def installed() -> InstalledStack:
-    """Read the versions of this interpreter's packages."""
+    """Read the versions of this interpreter's packages. Imports none of them."""
     versions = {package: _version(names) for package, names in _DISTRIBUTIONS.items()}
-    return InstalledStack(python=platform.python_version(), machine=platform.machine(), **versions)
+    return InstalledStack(
+        python=platform.python_version(),
+        machine=platform.machine(),
+        **versions,
+        vllm_commit=_commit("vllm"),
+        vllm_ascend_commit=_commit("vllm_ascend"),
+    )
+
+
+def name_of(vllm: str | None, vllm_ascend: str | None, commit: str | None) -> str | None:
+    """Name of the known stack of these versions, None where it is none of them."""
+    return next((known.name for known in KNOWN if known.matches(vllm, vllm_ascend, commit)), None)
+
+
+def known(name: str) -> StackId | None:
+    """The known stack of that name."""
+    return next((stack for stack in KNOWN if stack.name == name), None)
+
+
+def release(version: str | None) -> str | None:
+    """A version without its local part: `0.23.0+empty` is 0.23.0, `0.23.0.post1` is itself."""
+    return version.split("+", 1)[0] if version else None
+
+
+def same_commit(one: str, other: str) -> bool:
+    """Whether two abbreviated commits may be the same."""
+    digits = min(len(one), len(other))
+    return digits >= _SHORTEST_COMMIT and one[:digits].lower() == other[:digits].lower()
+
+
+def described(version: str | None, commit: str | None) -> str:
+    """A version and its commit for a sentence."""
+    return (version or "absent") + (f" (commit {commit})" if commit else "")
+
+
+def package_folder(package: str) -> Path | None:
+    """Where a top-level package lies, without importing it; None where it is not installed."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # ValueError: something without a spec stands in for it in sys.modules
+        return None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a folder of sources says about itself, None where it does not."""
+
+    version: str | None
+    commit: str | None
+
+
+def origin_of(folder: Path) -> Origin:
+    """Read the version and commit of a package from its folder and the folder around it.
+
+    A release from a package index writes both into `_version.py`; an unpacked sdist has PKG-INFO beside the package, an
+    unpacked wheel a `.dist-info`, a checkout `.git`.
+    """
+    name = folder.name.replace("_", "[-_]")
+    version = _first_line(folder.parent / "PKG-INFO", "Version")
+    for info in sorted(folder.parent.glob("*.dist-info")):
+        if version is None and re.match(rf"{name}-\d", info.name, re.IGNORECASE):
+            version = _first_line(info / "METADATA", "Version")
+    about = _text(folder / "_version.py")
+    if version is None and (said := re.search(r"^__version__\s*=.*?(['\"])(.+?)\1", about, re.MULTILINE)):
+        version = said[2]
+    return Origin(version, _commit_in(folder) or _commit_in_version(version) or _git_head(folder.parent))
 
 
 def _version(names: tuple[str, ...]) -> str | None:
+    found: dict[str, str] = {}
     for name in names:
         try:
-            return metadata.version(name)
+            found.setdefault(metadata.version(name), name)
         except metadata.PackageNotFoundError:
             continue
+    if len(found) > 1:  # the later one overwrote files of the earlier one; which, metadata does not say
+        return " and ".join(f"{version} as {name}" for version, name in found.items())
+    return next(iter(found), None)
+
+
+def _commit(package: str) -> str | None:
+    """What the package's own files say, else what its installer noted (PEP 610), else the local part of its version."""
+    folder = package_folder(package)
+    said = _commit_in(folder) if folder else None
+    for name in () if said else _DISTRIBUTIONS[package]:
+        try:
+            distribution = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+        said = _commit_in_url(distribution.read_text("direct_url.json")) or _commit_in_version(distribution.version)
+        if said:
+            break
+    return said
+
+
+def _commit_in(folder: Path) -> str | None:
+    for name in ("_version.py", "_build_info.py"):
+        said = re.search(
+            r"^_*(?:git_)?commit(?:_id|_hash)?_*\s*=.*?['\"]g?([0-9a-f]{7,40})['\"]",
+            _text(folder / name),
+            re.MULTILINE | re.IGNORECASE,
+        )
+        if said:
+            return said[1].lower()
     return None
 
 
-def _release(version: str | None) -> str | None:
-    return version.split("+", 1)[0] if version else None
+def _commit_in_url(text: str | None) -> str | None:
+    try:
+        commit = json.loads(text or "{}")["vcs_info"]["commit_id"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return str(commit)
+
+
+def _commit_in_version(version: str | None) -> str | None:
+    """`0.24.0.dev12+g80d8c194f.d20260801`, as setuptools-scm writes it."""
+    said = re.search(r"\+(?:.*\.)?g([0-9a-f]{7,40})(?:\.|$)", version or "")
+    return said[1] if said else None
+
+
+def _git_head(checkout: Path) -> str | None:
+    """The commit that a checkout is at; no git is run."""
+    git = checkout / ".git"
+    if git.is_file():  # a linked work tree
+        git = checkout / _text(git).removeprefix("gitdir:").strip()
+    head = _text(git / "HEAD").strip()
+    if not head.startswith("ref:"):
+        return head or None
+    ref = head.removeprefix("ref:").strip()
+    shared = git / (_text(git / "commondir").strip() or ".")
+    packed = re.search(rf"^([0-9a-f]{{40}}) {re.escape(ref)}$", _text(shared / "packed-refs"), re.MULTILINE)
+    return _text(shared / ref).strip() or (packed[1] if packed else None)
+
+
+def _first_line(path: Path, field: str) -> str | None:
+    said = re.search(rf"^{field}:\s*(\S+)", _text(path), re.MULTILINE)
+    return said[1] if said else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

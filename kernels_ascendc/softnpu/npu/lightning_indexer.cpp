@@ -23,7 +23,8 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kName = "npu_vllm_quant_lightning_indexer";
 constexpr int32_t kKind = 0x514C4931;
-constexpr int64_t kChunkScores = 4 << 20;
+constexpr int64_t kChunkRows = 64, kChunkKeys = 1024;
+constexpr int64_t kChunkScores = 1 << 20;  // of one chunk, for bounded memory
 
 const Limit kHeads("npu_vllm_quant_lightning_indexer.heads"), kHeadDim("npu_vllm_quant_lightning_indexer.head_dim"),
     kPage("npu_vllm_quant_lightning_indexer.page"), kMetadata("npu_vllm_quant_lightning_indexer.metadata");
@@ -37,7 +38,7 @@ uint64_t rank(float score, int64_t index) {
 }
 
 // The `count` best of `scores`, best first.
-void best_of(const std::vector<float>& scores, int64_t seen, int64_t count, int32_t* out) {
+void best_of(const float* scores, int64_t seen, int64_t count, int32_t* out) {
   std::vector<uint64_t> ranks(seen);
   for (int64_t i = 0; i < seen; ++i) ranks[i] = rank(scores[i] == 0 ? 0.0f : scores[i], i);  // -0 is 0
   const int64_t kept = std::min(seen, count);
@@ -46,6 +47,12 @@ void best_of(const std::vector<float>& scores, int64_t seen, int64_t count, int3
   for (int64_t i = 0; i < kept; ++i) out[i] = static_cast<int32_t>(0xFFFFFFFFu - static_cast<uint32_t>(ranks[i]));
   std::fill(out + kept, out + count, -1);
 }
+
+struct Chunk {
+  int64_t request, row, stop;
+  int64_t position;  // of the first row
+  int64_t keys;      // that any row can see
+};
 
 std::tuple<Tensor, Tensor> indexer(const Tensor& query, const Tensor& key, const Tensor& weights,
                                    const Tensor& query_dequant_scale, const Tensor& key_dequant_scale, int64_t, int64_t,
@@ -69,35 +76,43 @@ std::tuple<Tensor, Tensor> indexer(const Tensor& query, const Tensor& key, const
   const float* weight = w.const_data_ptr<float>();
   int32_t* indices = out.mutable_data_ptr<int32_t>();
 
+  std::vector<Chunk> chunks;
   for (int64_t b = 0; b < lengths.requests(); ++b) {
-    const int64_t begin = lengths.begin(b), end = lengths.end(b), all = lengths.length(b) / cmp_ratio;
-    if (begin == end) continue;
-    const Tensor k = at::empty({all, dim}, at::kFloat);
-    keys.copy(b, 0, all, dim, k.mutable_data_ptr<float>());
-    std::vector<float> scale(all);
-    scales.copy(b, 0, all, 1, scale.data());
-    const int64_t step = std::max<int64_t>(1, kChunkScores / std::max<int64_t>(1, all * heads));
-    for (int64_t row = begin; row < end; row += step) {
-      const int64_t stop = std::min(end, row + step);
-      const Tensor dots = at::mm(q.slice(0, row, stop).reshape({-1, dim}), k.t());
-      const float* dot = dots.const_data_ptr<float>();
-      at::parallel_for(row, stop, 1, [&](int64_t from, int64_t to) {
-        std::vector<float> scores(all);
-        for (int64_t r = from; r < to; ++r) {
-          const int64_t position = lengths.first(b) + r - begin;
-          const int64_t seen = sparse_mode == 0 ? all : std::max<int64_t>(0, (position + 1) / cmp_ratio);
-          std::fill(scores.begin(), scores.end(), 0.0f);
-          for (int64_t h = 0; h < heads; ++h) {
-            const float* d = dot + ((r - row) * heads + h) * all;
-            const float factor = weight[r * heads + h];
-            for (int64_t i = 0; i < seen; ++i) scores[i] += factor * std::max(d[i], 0.0f);
-          }
-          for (int64_t i = 0; i < seen; ++i) scores[i] *= scale[i];
-          best_of(scores, seen, sparse_count, indices + r * sparse_count);
-        }
-      });
-    }
+    const int64_t all = lengths.length(b) / cmp_ratio, begin = lengths.begin(b), end = lengths.end(b);
+    const int64_t step = std::clamp<int64_t>(kChunkScores / std::max<int64_t>(all, 1), 1, kChunkRows);
+    for (int64_t row = begin; row < end; row += step)
+      chunks.push_back({b, row, std::min(end, row + step), lengths.first(b) + row - begin, all});
   }
+  const auto run_chunk = [&](const Chunk& c) {
+    const int64_t rows = c.stop - c.row;
+    const auto seen = [&](int64_t i) {
+      return sparse_mode == 0 ? c.keys : std::max<int64_t>(0, (c.position + i + 1) / cmp_ratio);
+    };
+    const int64_t most = seen(rows - 1);  // of the keys, no row sees one beyond
+    std::vector<float> scores(rows * most), scale(kChunkKeys);
+    const Tensor k = at::empty({kChunkKeys, dim}, at::kFloat);
+    for (int64_t from = 0; from < most; from += kChunkKeys) {
+      const int64_t count = std::min(kChunkKeys, most - from);
+      keys.copy(c.request, from, count, dim, k.mutable_data_ptr<float>());
+      scales.copy(c.request, from, count, 1, scale.data());
+      const Tensor dots = at::mm(q.slice(0, c.row, c.stop).reshape({-1, dim}), k.slice(0, 0, count).t());
+      const float* dot = dots.const_data_ptr<float>();
+      for (int64_t i = 0; i < rows; ++i) {
+        float* score = scores.data() + i * most + from;
+        for (int64_t h = 0; h < heads; ++h, dot += count) {
+          const float factor = weight[(c.row + i) * heads + h];
+          for (int64_t j = 0; j < count; ++j) score[j] += factor * std::max(dot[j], 0.0f);
+        }
+        for (int64_t j = 0; j < count; ++j) score[j] *= scale[j];
+      }
+    }
+    for (int64_t i = 0; i < rows; ++i)
+      best_of(scores.data() + i * most, seen(i), sparse_count, indices + (c.row + i) * sparse_count);
+  };
+  at::parallel_for(0, chunks.size(), 1, [&](int64_t from, int64_t to) {
+    c10::InferenceMode guard;
+    for (int64_t i = from; i < to; ++i) run_chunk(chunks[i]);
+  });
   return {out, at::empty({0}, at::kFloat)};
 }
 

@@ -21,22 +21,28 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kName = "npu_sparse_attn_sharedkv";
 constexpr int32_t kKind = 0x53415331;
-constexpr int64_t kWidthStep = 64;        // how finely the number of compressed entries a row sees is rounded up
-constexpr int64_t kChunkBytes = 8 << 20;  // of float32 KV in one at::bmm
-constexpr int64_t kChunkRows = 256;
+constexpr int64_t kWidthStep = 64;         // how finely the number of compressed entries a row sees is rounded up
+constexpr int64_t kRows = 128;             // rows of a chunk, at most
+constexpr int64_t kChosenBytes = 2 << 20;  // of float32 KV that a chunk's indices choose, at most
 
 const Limit kHeads("npu_sparse_attn_sharedkv.heads"), kHeadDim("npu_sparse_attn_sharedkv.head_dim"),
     kWindow("npu_sparse_attn_sharedkv.window"), kPage("npu_sparse_attn_sharedkv.page"),
     kTopk("npu_sparse_attn_sharedkv.topk"), kMetadata("npu_sparse_attn_sharedkv.metadata");
 
+// Rows of a request that see equally many compressed entries, up to rounding.
+struct Chunk {
+  int64_t request, row, stop;
+  int64_t position;  // of the first row
+  int64_t width;     // compressed entries, rounded up
+};
+
 template <class T>
 class Launch {
  public:
   Launch(const Tensor& q, const Tensor& ori_kv, const OptionalTensor& cmp_kv, const OptionalTensor& indices,
-         const Tensor& ori_table, const OptionalTensor& cmp_table, const Lengths& lengths, const Tensor& sinks,
-         double scale, int64_t ratio, int64_t window)
-      : lengths_(lengths),
-        q_(q.to(at::kFloat).contiguous()),
+         const Tensor& ori_table, const OptionalTensor& cmp_table, const Tensor& sinks, double scale, int64_t ratio,
+         int64_t window)
+      : q_(q.to(at::kFloat).contiguous()),
         ori_(kName, "ori_kv", ori_kv, ori_table),
         cmp_(kName, "cmp_kv", cmp_kv ? *cmp_kv : ori_kv, cmp_table ? *cmp_table : ori_table),
         compressed_(cmp_kv.has_value()),
@@ -50,8 +56,19 @@ class Launch {
         dim_(q.size(2)),
         out_(at::full(q.sizes(), std::numeric_limits<float>::quiet_NaN(), q.options())) {}
 
-  Tensor run() {
-    for (int64_t b = 0; b < lengths_.requests(); ++b) run_request(b);
+  // One parallel loop over chunks: within it every operator runs on one thread, the same way for every chunk.
+  Tensor run(const Lengths& lengths) {
+    std::vector<Chunk> chunks;
+    for (int64_t b = 0; b < lengths.requests(); ++b) {
+      const int64_t begin = lengths.begin(b), end = lengths.end(b), first = lengths.first(b);
+      const int64_t row = std::min(end, begin - std::min<int64_t>(first, 0));
+      out_.slice(0, begin, row).zero_();
+      plan(b, row, end, first + row - begin, &chunks);
+    }
+    at::parallel_for(0, chunks.size(), 1, [&](int64_t from, int64_t to) {
+      c10::InferenceMode guard;
+      for (int64_t i = from; i < to; ++i) run_chunk(chunks[i]);
+    });
     return out_;
   }
 
@@ -61,83 +78,80 @@ class Launch {
     const int64_t all = (position + 1) / ratio_;
     return indices_.defined() ? std::min(all, topk_) : all;
   }
-  static int64_t rounded(int64_t entries) { return (entries + kWidthStep - 1) / kWidthStep * kWidthStep; }
+  int64_t width(int64_t position) const { return (visible(position) + kWidthStep - 1) / kWidthStep * kWidthStep; }
 
-  void run_request(int64_t b) {
-    const int64_t begin = lengths_.begin(b), end = lengths_.end(b), first = lengths_.first(b);
-    int64_t row = std::min(end, begin - std::min<int64_t>(first, 0));
-    out_.slice(0, begin, row).zero_();
-    Tensor all;  // every compressed entry of the request, where each row sees them in order
-    if (compressed_ && !indices_.defined() && row < end) {
-      const int64_t entries = visible(lengths_.length(b) - 1);
-      all = at::zeros({rounded(entries), dim_}, at::kFloat);
-      cmp_.copy(b, 0, entries, dim_, all.template mutable_data_ptr<float>());
-    }
+  void plan(int64_t b, int64_t row, int64_t end, int64_t position, std::vector<Chunk>* chunks) const {
     while (row < end) {
-      const int64_t width = rounded(visible(first + row - begin));
-      const int64_t fit = indices_.defined() && width > 0 ? kChunkBytes / (width * dim_ * 4) : kChunkRows;
-      const int64_t limit = std::min(end, row + std::clamp<int64_t>(fit, 1, kChunkRows));
-      int64_t stop = row + 1;
-      while (stop < limit && rounded(visible(first + stop - begin)) == width) ++stop;
-      run_chunk(b, row, stop, first + row - begin, width, all);
-      row = stop;
+      Chunk chunk{b, row, row + 1, position, width(position)};
+      const int64_t fit = indices_.defined() ? kChosenBytes / (std::max<int64_t>(chunk.width, 1) * dim_ * 4) : kRows;
+      const int64_t limit = std::min(end, row + std::clamp<int64_t>(fit, 1, kRows));
+      while (chunk.stop < limit && width(position + chunk.stop - row) == chunk.width) ++chunk.stop;
+      chunks->push_back(chunk);
+      position += chunk.stop - row;
+      row = chunk.stop;
     }
   }
 
-  // The rows [row, stop) at the positions from `position` on, which see at most `width` compressed entries.
-  void run_chunk(int64_t b, int64_t row, int64_t stop, int64_t position, int64_t width, const Tensor& all) {
-    const int64_t rows = stop - row;
-    const Tensor q = q_.slice(0, row, stop);
-    const Tensor near = window_of(b, rows, position);
+  void run_chunk(const Chunk& c) const {
+    const int64_t rows = c.stop - c.row;
+    const Tensor q = q_.slice(0, c.row, c.stop);
+    const Tensor near = window_of(c);
     std::vector<Tensor> scores;
     scores.push_back(at::bmm(q, near.transpose(1, 2)).mul_(scale_));
-    if (position < window_ - 1) {
-      for (int64_t i = 0; i < std::min(rows, window_ - 1 - position); ++i)
-        scores[0].select(0, i).slice(1, 0, window_ - 1 - position - i).fill_(-kInfinity);
-    }
+    for (int64_t i = 0; i < rows && c.position + i < window_ - 1; ++i)
+      scores[0].select(0, i).slice(1, 0, window_ - 1 - c.position - i).fill_(-kInfinity);
     Tensor far;
-    if (width > 0) {
-      far = indices_.defined() ? chosen(b, row, stop, position, width) : all.slice(0, 0, width).expand({rows, -1, -1});
+    if (c.width > 0) {
+      far = indices_.defined() ? chosen(c) : in_order(c);
       scores.push_back(at::bmm(q, far.transpose(1, 2)).mul_(scale_));
       for (int64_t i = 0; i < rows; ++i)
-        scores[1].select(0, i).slice(1, visible(position + i), width).fill_(-kInfinity);
+        if (const int64_t seen = visible(c.position + i); seen < c.width)
+          scores[1].select(0, i).slice(1, seen, c.width).fill_(-kInfinity);
     }
     scores.push_back(sinks_.expand({rows, heads_, 1}));
     const Tensor p = at::softmax(at::cat(scores, -1), -1);
     Tensor out = at::bmm(p.slice(2, 0, window_), near);
-    if (width > 0) out.add_(at::bmm(p.slice(2, window_, window_ + width), far));
-    out_.slice(0, row, stop).copy_(out);
+    if (c.width > 0) out.add_(at::bmm(p.slice(2, window_, window_ + c.width), far));
+    out_.slice(0, c.row, c.stop).copy_(out);
   }
 
   // [rows, window, dim]: what each row sees of ori_kv, zero before the first token; the rows overlap in memory.
-  Tensor window_of(int64_t b, int64_t rows, int64_t position) const {
-    const Tensor tokens = at::zeros({rows + window_ - 1, dim_}, at::kFloat);
-    const int64_t from = position - window_ + 1, missing = std::max<int64_t>(0, -from);
-    ori_.copy(b, from + missing, rows + window_ - 1 - missing, dim_, tokens.mutable_data_ptr<float>() + missing * dim_);
-    return tokens.as_strided({rows, window_, dim_}, {dim_, dim_, 1});
+  Tensor window_of(const Chunk& c) const {
+    const int64_t rows = c.stop - c.row, tokens = rows + window_ - 1, from = c.position - window_ + 1;
+    const int64_t missing = std::max<int64_t>(0, -from);
+    const Tensor kv = at::empty({tokens, dim_}, at::kFloat);
+    kv.slice(0, 0, missing).zero_();
+    ori_.copy(c.request, from + missing, tokens - missing, dim_, kv.mutable_data_ptr<float>() + missing * dim_);
+    return kv.as_strided({rows, window_, dim_}, {dim_, dim_, 1});
+  }
+
+  // [rows, width, dim]: the first compressed entries, the same memory for every row.
+  Tensor in_order(const Chunk& c) const {
+    const int64_t seen = visible(c.position + c.stop - c.row - 1);
+    const Tensor kv = at::empty({c.width, dim_}, at::kFloat);
+    kv.slice(0, seen).zero_();
+    cmp_.copy(c.request, 0, seen, dim_, kv.mutable_data_ptr<float>());
+    return kv.expand({c.stop - c.row, c.width, dim_});
   }
 
   // [rows, width, dim]: the compressed entries that each row's indices choose.
-  Tensor chosen(int64_t b, int64_t row, int64_t stop, int64_t position, int64_t width) const {
-    const Tensor entries = at::zeros({stop - row, width, dim_}, at::kFloat);
-    float* out = entries.mutable_data_ptr<float>();
-    const int32_t* indices = indices_.const_data_ptr<int32_t>();
-    at::parallel_for(row, stop, 1, [&](int64_t from, int64_t to) {
-      for (int64_t r = from; r < to; ++r) {
-        const int64_t p = position + r - row, below = (p + 1) / ratio_;
-        for (int64_t i = 0; i < visible(p); ++i) {
-          const int64_t index = indices[r * topk_ + i];
-          TORCH_CHECK(index >= 0 && index < below, kName, ": cmp_sparse_indices: entry ", i, " of row ", r, " is ",
-                      index, ", the row sees ", below, " compressed entries");
-          cmp_.copy(b, index, 1, dim_, out + ((r - row) * width + i) * dim_);
-        }
+  Tensor chosen(const Chunk& c) const {
+    const Tensor kv = at::empty({c.stop - c.row, c.width, dim_}, at::kFloat);
+    float* out = kv.mutable_data_ptr<float>();
+    const int32_t* index = indices_.const_data_ptr<int32_t>() + c.row * topk_;
+    for (int64_t i = 0; i < c.stop - c.row; ++i, index += topk_) {
+      const int64_t seen = visible(c.position + i), below = (c.position + i + 1) / ratio_;
+      for (int64_t j = 0; j < seen; ++j) {
+        TORCH_CHECK(index[j] >= 0 && index[j] < below, kName, ": cmp_sparse_indices: entry ", j, " of row ", c.row + i,
+                    " is ", index[j], ", the row sees ", below, " compressed entries");
+        cmp_.copy(c.request, index[j], 1, dim_, out + (i * c.width + j) * dim_);
       }
-    });
-    return entries;
+      std::fill(out + (i * c.width + seen) * dim_, out + (i + 1) * c.width * dim_, 0.0f);
+    }
+    return kv;
   }
 
   static constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  const Lengths& lengths_;
   const Tensor q_;
   const Pages<T> ori_, cmp_;
   const bool compressed_;
@@ -160,9 +174,9 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const OptionalTensor& ori_
   const Lengths lengths(kName, *cu_seqlens_q, *seqused_kv, q.size(0));
   if (!kMetadata.waived()) Stamp{kName, kKind, q.size(1), cmp_ratio}.check(*metadata, *cu_seqlens_q, *seqused_kv);
   const auto run = [&](auto zero) {
-    return Launch<decltype(zero)>(q, *ori_kv, cmp_kv, cmp_sparse_indices, *ori_block_table, cmp_block_table, lengths,
-                                  *sinks, softmax_scale, cmp_ratio, ori_win_left + 1)
-        .run();
+    return Launch<decltype(zero)>(q, *ori_kv, cmp_kv, cmp_sparse_indices, *ori_block_table, cmp_block_table, *sinks,
+                                  softmax_scale, cmp_ratio, ori_win_left + 1)
+        .run(lengths);
   };
   const Tensor out = q.scalar_type() == at::kHalf ? run(at::Half{}) : run(at::BFloat16{});
   return {out, at::empty({0}, q.options().dtype(at::kFloat))};

@@ -85,17 +85,6 @@ def read(additional_config: object, environment: Mapping[str, str]) -> Settings:
     return from_mapping(_gather(additional_config, environment))
 
 
-def entered(additional_config: object) -> Settings:
-    """The settings that the plugin works with, as it entered them in the configuration; for a worker's process.
-
-    Raises:
-        InputError: nobody entered any, so that nobody decided either.
-    """
-    if not isinstance(additional_config, Mapping) or KEY not in additional_config:
-        raise InputError(f"additional_config[{KEY!r}]", "missing", "ask for a mode, and leave worker_cls to the plugin")
-    return from_mapping(additional_config[KEY], f"additional_config[{KEY!r}]")
-
-
 def switched_off(environment: Mapping[str, str]) -> bool:
     """Whether the environment alone says `off` in so many words. Then nothing else is asked.
 

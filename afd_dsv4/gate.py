@@ -28,6 +28,7 @@ NATIVE_WORKER: Final = "vllm_ascend.worker.worker.NPUWorker"
 DEVICES: Final = ("A2", "A3")
 ATTENTION: Final = "attention"
 NO_GRAPHS: Final = "NONE"
+FULL_DECODE_ONLY: Final = "FULL_DECODE_ONLY"
 
 # What an adapter may cover.
 AFD: Final = "afd"
@@ -316,7 +317,8 @@ def _against_uncovered(facts: EngineFacts) -> Iterator[str]:
     graphs = facts.graphs or NO_GRAPHS
     needs = {feature for word, feature in _GRAPHS.items() if word in graphs}
     if graphs != NO_GRAPHS and (not needs or needs - facts.covers):
-        yield _uncovered("graph mode", graphs, "set --enforce-eager")
+        remedy = f"use {FULL_DECODE_ONLY}" if FULL_GRAPHS in facts.covers else "set --enforce-eager"
+        yield _uncovered("graph mode", graphs, remedy)
     if facts.ubatches is not None and facts.ubatches > 1 and UBATCHES not in facts.covers:
         yield _uncovered("uBatches", str(facts.ubatches), "drop --enable-dbo and --ubatch-size")
 
@@ -346,7 +348,8 @@ def _sizes(settings: Settings, facts: EngineFacts) -> WorkspaceSizes:
         max_num_seqs=facts.max_num_seqs,
         max_num_batched_tokens=facts.max_num_batched_tokens,
         drafts=settings.drafts or 0,
-        slots=settings.slots,
+        # All graphs of a worker are replayed on one stream and share a slot.
+        slots=settings.slots + ("FULL" in (facts.graphs or NO_GRAPHS)),
     )
 
 

@@ -145,8 +145,9 @@ def configure(vllm_config: Any, platform_class: type) -> None:
 
 
 def _decide(vllm_config: Any, platform_class: type) -> None:
-    # Imported here: they read package metadata, which a process that makes no configuration need not pay for.
+    # Imported here: they read what is installed, which a process that makes no configuration need not pay for.
     from afd_dsv4.compat.adapters import worker_class
+    from afd_dsv4.compat.contract import verify
     from afd_dsv4.compat.facts import facts_from
     from afd_dsv4.compat.stack import installed
 
@@ -159,11 +160,10 @@ def _decide(vllm_config: Any, platform_class: type) -> None:
     # vLLM makes further configurations from one that has our worker and our settings already (for a draft model).
     again = ours is not None and parallel.worker_cls == ours
     settings = read(additional, {} if again else os.environ)
-    decision = (
-        decide(settings, facts_from(vllm_config, platform_class, stack))
-        if settings.mode is not Mode.OFF
-        else off("no other mode was asked for")
-    )
+    if settings.mode is Mode.OFF:
+        decision = off("no other mode was asked for")
+    else:
+        decision = decide(settings, facts_from(vllm_config, platform_class, stack, verify(stack)))
     if decision.settings:
         # A mapping of its own: the operator's may be used for another engine.
         vllm_config.additional_config = {**additional, KEY: decision.settings.as_mapping()}

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from afd_dsv4.compat.adapters import ADAPTERS
+from afd_dsv4.compat.contract import Verdict
 from afd_dsv4.compat.stack import InstalledStack
 from afd_dsv4.gate import EngineFacts
 from afd_dsv4.geometry import InputError, ModelGeometry, from_hf_config
@@ -30,14 +31,14 @@ _NATIVE_TAIL_GATE: Final = "get_dsv4_shared_compressor_workspace_fallback_reason
 _NATIVE_TAIL_KEY: Final = "enable_dsv4_shared_compressor_workspace"
 
 
-def facts_from(vllm_config: Any, platform: type, stack: InstalledStack, drift: tuple[str, ...] = ()) -> EngineFacts:
+def facts_from(vllm_config: Any, platform: type, stack: InstalledStack, verdict: Verdict) -> EngineFacts:
     """Read the facts of one engine.
 
     Args:
         vllm_config: vLLM's `VllmConfig`, after the platform's `check_and_update_config`.
         platform: class of vLLM's current platform.
         stack: what is installed.
-        drift: what in the stack is not as recorded.
+        verdict: whether it is as recorded, see `contract.verify`.
     """
     unread: list[str] = []
     config = _Reader("vllm_config", vllm_config, unread)
@@ -54,7 +55,7 @@ def facts_from(vllm_config: Any, platform: type, stack: InstalledStack, drift: t
         stack_name=stack.name,
         worker_class=adapter.worker if adapter else None,
         covers=adapter.covers if adapter else frozenset(),
-        drift=drift,
+        drift=_drift(verdict),
         platform=f"{platform.__module__}.{platform.__qualname__}",
         device=_device(unread),
         model_type=_text(hf_config.get("model_type")),
@@ -136,6 +137,12 @@ class _Reader:
 
     def _note(self, name: str) -> None:
         self._unread.append(f"{self._path}.{name}")
+
+
+def _drift(verdict: Verdict) -> tuple[str, ...]:
+    if verdict.holds or verdict.name is None:
+        return ()
+    return tuple(map(str, verdict.drift)) or (f"no contract of {verdict.name} is recorded",)
 
 
 def _geometry(hf_config: Mapping[str, Any]) -> tuple[ModelGeometry | None, str | None]:

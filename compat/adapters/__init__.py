@@ -25,7 +25,12 @@ class Adapter:
 
 
 #: By name of the stack, see `stack.InstalledStack.name`.
-ADAPTERS: Final[dict[str, Adapter]] = {}
+ADAPTERS: Final[dict[str, Adapter]] = {
+    "vllm-ascend-0.23.0": Adapter(
+        worker="afd_dsv4.compat.adapters.vllm_0_23_0_ascend_0_23_0.worker.AfdDsv4Worker",
+        covers=frozenset({"async_scheduling", "full_graphs", "mtp", "optimistic_starts", "overlap"}),
+    ),
+}
 
 
 def worker_class(stack_name: str | None) -> str | None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afd_dsv4.config import Mode, Settings, entered, from_mapping, read, switched_off
+from afd_dsv4.config import Mode, Settings, from_mapping, read, switched_off
 from afd_dsv4.geometry import InputError
 
 
@@ -149,13 +149,7 @@ def test_an_additional_config_that_cannot_be_read_is_refused_in_one_line(ours, s
 def test_entered_settings_are_read_again_as_they_were(mode, slots, drafts):
     settings = Settings(mode, slots, drafts)
     assert from_mapping(settings.as_mapping()) == settings
-    assert entered({"afd_dsv4": settings.as_mapping()}) == settings
-
-
-@pytest.mark.parametrize("additional", [None, {}, {"afd": {}}])
-def test_settings_that_nobody_entered_are_refused(additional):
-    with pytest.raises(InputError, match="missing"):
-        entered(additional)
+    assert read({"afd_dsv4": settings.as_mapping()}, {}) == settings
 
 
 @pytest.mark.parametrize(

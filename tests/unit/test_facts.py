@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from afd_dsv4.compat.contract import Drift, DriftKind, Verdict
 from afd_dsv4.compat.facts import facts_from
 from afd_dsv4.compat.stack import InstalledStack
 from afd_dsv4.config import Mode, Settings
 from afd_dsv4.gate import decide
 
 STACK = InstalledStack("3.11.7", "x86_64", "2.13.0+cpu", "2.13.0", "0.23.0", "0.23.0", "5.24.0")
+HOLDS = Verdict(True, (), STACK.name)
 MODEL = {
     "model_type": "deepseek_v4",
     "num_hidden_layers": 3,
@@ -80,7 +82,7 @@ def ascend(monkeypatch):
 
 def read(vllm_config, ascend):
     ascend.vllm_config = vllm_config
-    return facts_from(vllm_config, NPUPlatform, STACK)
+    return facts_from(vllm_config, NPUPlatform, STACK, HOLDS)
 
 
 def test_everything_is_read_from_its_place(ascend):
@@ -157,7 +159,7 @@ def test_a_value_of_another_type_is_not_taken_for_one(path, value, ascend):
 def test_options_that_ascend_resolved_for_another_engine_are_not_taken(ascend):
     vllm_config = configuration()
     ascend.vllm_config = configuration()
-    facts = facts_from(vllm_config, NPUPlatform, STACK)
+    facts = facts_from(vllm_config, NPUPlatform, STACK, HOLDS)
     assert facts.overlap is None
     assert "of this engine" in facts.unread[0]
 
@@ -165,7 +167,7 @@ def test_options_that_ascend_resolved_for_another_engine_are_not_taken(ascend):
 def test_a_stack_without_ascends_modules_is_unread_and_nothing_is_imported(monkeypatch):
     for name in ("vllm_ascend.utils", "vllm_ascend.ascend_config"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    facts = facts_from(configuration(), NPUPlatform, STACK)
+    facts = facts_from(configuration(), NPUPlatform, STACK, HOLDS)
     assert facts.unread == ("vllm_ascend.utils", "vllm_ascend.ascend_config")
     assert "vllm_ascend.utils" not in sys.modules
 
@@ -199,6 +201,17 @@ def test_the_native_tail_mode_counts_only_where_the_stack_has_it(ascend, monkeyp
     monkeypatch.setattr(sys.modules["vllm_ascend.ascend_config"], gate, list, raising=False)
     assert read(asked, ascend).native_tail is True
     assert read(configuration(), ascend).native_tail is False
+
+
+def test_drift_and_a_contract_that_was_never_recorded_are_facts(ascend):
+    drift = Drift("vllm:f", DriftKind.DEFAULT, "x=1", "x=2", "used", "consequence")
+    for verdict, found in (
+        (HOLDS, ()),
+        (Verdict(True, (drift,), STACK.name), ("vllm:f: changed default: x=1 -> x=2",)),
+        (Verdict(False, (), STACK.name), ("no contract of vllm-ascend-0.23.0 is recorded",)),
+        (Verdict(False, (), None), ()),  # an unknown stack is refused for that
+    ):
+        assert facts_from(configuration(), NPUPlatform, STACK, verdict).drift == found
 
 
 def test_a_model_that_cannot_be_read_is_told_and_not_raised(ascend):

@@ -232,6 +232,20 @@ def test_the_line_tells_the_memory_that_is_taken():
     assert expected in decision.line()
 
 
+def test_full_graphs_take_one_slot_more():
+    facts = replace(PLAIN, covers=frozenset({gate.FULL_GRAPHS}))
+    eager, graphs = (decide(COLOCATED, replace(facts, graphs=mode)).sizes for mode in ("NONE", "FULL_DECODE_ONLY"))
+    assert eager is not None
+    assert graphs is not None
+    assert (eager.slots, graphs.slots) == (2, 3)
+    assert graphs.device_bytes > eager.device_bytes
+
+
+def test_where_full_graphs_are_covered_the_remedy_for_others_is_decode_only():
+    (reason,) = refused(graphs="FULL_AND_PIECEWISE", covers=frozenset({gate.FULL_GRAPHS}))
+    assert reason.endswith("use FULL_DECODE_ONLY")
+
+
 def test_a_decision_without_a_reason_cannot_be_made():
     with pytest.raises(ValueError, match="reason"):
         Decision(Mode.OFF, active=False, refused=False, reasons=())

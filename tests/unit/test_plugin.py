@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 
 from afd_dsv4 import gate, plugin
+from afd_dsv4.compat import contract
 from afd_dsv4.compat import stack as stacks
 from afd_dsv4.compat.adapters import ADAPTERS, Adapter
 from afd_dsv4.config import CONFIG_VARIABLE, MODE_VARIABLE, Mode, Settings
 from afd_dsv4.geometry import InputError
-from tests.unit.test_facts import STACK, configuration
+from tests.unit.test_facts import HOLDS, STACK, configuration
 
 WORKER = "afd_dsv4.compat.adapters.example.AfdDsv4Worker"
 
@@ -32,6 +33,8 @@ def fresh_state(monkeypatch):
     monkeypatch.setattr(plugin, "_state", None)
     monkeypatch.setattr(plugin, "_reported", set())
     monkeypatch.setattr(stacks, "installed", lambda: STACK)
+    monkeypatch.setattr(contract, "verify", lambda _: HOLDS)
+    monkeypatch.delitem(ADAPTERS, STACK.name)
     for variable in (CONFIG_VARIABLE, MODE_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
 
@@ -266,6 +269,14 @@ def test_a_mode_that_is_refused_is_one_warning_with_every_reason_and_native_code
     assert [record.levelname for record in log.records] == ["WARNING"]
     for reason in ("has no adapter yet", "dsa_cp: on"):
         assert reason in log.text
+
+
+def test_a_stack_that_is_not_as_recorded_is_refused_and_named(vllm, adapter, log, monkeypatch):
+    drift = contract.Drift("vllm:f", contract.DriftKind.BODY, "", "another body", "used", "consequence")
+    monkeypatch.setattr(contract, "verify", lambda _: contract.Verdict(True, (drift,), STACK.name))
+    plugin.register()
+    assert worker_of(vllm.configure(afd_dsv4={"mode": "colocated"})) == gate.NATIVE_WORKER
+    assert "1 differences from what was recorded, such as: vllm:f: edited body: another body" in log.text
 
 
 def test_settings_that_cannot_be_read_end_the_configuration_with_one_line(vllm, adapter, log):

@@ -2,7 +2,9 @@
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 """Isolation: with the plugin loaded and off, is every upstream symbol still the identical object?
 
-The answer comes from `isolation_probe.py` in a process of its own, where nobody has patched anything before.
+Off is: no mode, mode off, and mode afd in a server without AFD; each behind an engine configuration of a DeepSeek-V4.
+The one attribute that the plugin may set on vLLM's platform instance is no symbol of a module or class; see plugin.py.
+The answer comes from `isolation_probe.py`, in processes where nobody has patched anything before.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 
 PROBE = "afd_dsv4.evidence.isolation_probe"
 TIMEOUT_S = 600
+OFF = ("None", "off", "afd")  # modes of the probe; no engine of its has an AFD role
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Isolation:
 
     Attributes:
         compared: upstream attributes compared by identity.
-        changed: names that hold another object after the plugin was loaded in mode off (or without a mode).
+        changed: names that hold another object after the plugin was loaded off and an engine configuration was made.
         planted: names found after the probe patched upstream itself; empty would mean that it sees nothing.
     """
 
@@ -47,5 +50,5 @@ def check() -> Isolation:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise RuntimeError(f"the isolation probe ended with status {done.returncode}: {last}")
     found = json.loads(lines[-1])
-    changed = [*found["modes"]["None"]["changes"], *found["modes"]["off"]["changes"]]
-    return Isolation(found["compared"], tuple(sorted(set(changed))), tuple(found["planted"]))
+    changed = {name for mode in OFF for name in found["modes"][mode]["changes"]}
+    return Isolation(found["compared"], tuple(sorted(changed)), tuple(found["planted"]))

@@ -19,6 +19,7 @@ import enum
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 FP32_BYTES = 4
@@ -150,7 +151,7 @@ class ModelGeometry:
                 "the rotated part must lie inside the head",
             )
 
-    @property
+    @cached_property
     def compressors(self) -> tuple[Compressor, ...]:
         """Every compressor in layer order; a C4 layer gives its main compressor, then its indexer's."""
         found = []

@@ -10,6 +10,7 @@ a ratio within one run, of calls in turn. Times are this machine's; the software
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -249,17 +250,52 @@ def test_a_million_leases_make_as_many_events_as_the_first_few(benchmark: Benchm
     assert kept + trace.dropped == 6 * 1_000_000  # acquire, touch, record, seal, passed, settle
 
 
-@pytest.mark.parametrize("requests", [1, 64])
-def test_planning_one_decode_step_of_flash(benchmark: Benchmark, requests: int) -> None:
-    """Pages of all layers of a step in which every request adds one token."""
+def chunks(requests: int, step: int, prefills: int) -> list[RequestChunk]:
+    """A step in which every request adds one token, and the first few 512."""
+    spans = [(1000 + 37 * i + step, 1) for i in range(requests)]
+    spans[:prefills] = [(512 * step, 512)] * prefills
+    return [RequestChunk(RequestId(str(i)), start, start + tokens) for i, (start, tokens) in enumerate(spans)]
+
+
+@pytest.mark.parametrize("mix", ["decodes", "a quarter prefills"])
+@pytest.mark.parametrize("requests", [1, 16, 64, 256])
+def test_planning_one_step_of_flash(benchmark: Benchmark, requests: int, mix: str) -> None:
+    """Pages of all layers; without a target."""
     shapes = tail_shapes(preset("flash"), page_layout("vllm-ascend-0.23.0", 128))
     store = TailStore(shapes, max_num_seqs=requests, slots=1)
-    position = 1000
-    store.plan([RequestChunk(RequestId(str(i)), 0, position) for i in range(requests)], SlotIndex(0))
+    prefills = -(-requests // 4) if mix != "decodes" else 0
+    steps = itertools.count(1)
+    store.plan([RequestChunk(c.request, 0, c.start) for c in chunks(requests, 1, prefills)], SlotIndex(0))
+    benchmark.pedantic(
+        store.plan, setup=lambda: ((chunks(requests, next(steps), prefills), SlotIndex(0)), {}), rounds=500
+    )
 
-    def step() -> None:
-        nonlocal position
-        store.plan([RequestChunk(RequestId(str(i)), position, position + 1) for i in range(requests)], SlotIndex(0))
-        position += 1
 
-    benchmark(step)
+@pytest.mark.npu
+@pytest.mark.parametrize(("requests", "target_us"), [(1, 1000), (16, 1000), (64, 1000)])
+def test_a_step_of_flash_costs_the_host_1_ms(benchmark: Benchmark, requests: int, target_us: float) -> None:
+    """Plan, lease, cells, pinned copies and seal of a step of decodes, without its launches; source: softnpu."""
+    if not is_active():
+        pytest.skip("npu: not on the software NPU; run: python -m afd_dsv4.softnpu -- python -m pytest benchmarks")
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch_npu")
+    from afd_dsv4.compressor.stock import StockRuntime
+
+    layout = page_layout("vllm-ascend-0.23.0", 128)
+    runtime = StockRuntime(preset("flash"), layout, max_num_seqs=requests, max_num_batched_tokens=1 << 18, device="npu")
+    launched = {(c.layer, c.kind): [slice(0, requests)] for c in runtime.geometry.compressors}
+    steps = itertools.count(1)
+
+    def step(batch: list[RequestChunk]) -> None:
+        execution = runtime.begin(batch)
+        execution._launched = launched  # so that it ends as a whole one, and the next step can go on from it
+        execution.finish()
+
+    def setup() -> tuple[tuple[list[RequestChunk]], dict[str, Any]]:
+        torch.npu.synchronize()
+        return (chunks(requests, next(steps), 0),), {}
+
+    step([RequestChunk(c.request, 0, c.start) for c in chunks(requests, 1, 0)])
+    benchmark.pedantic(step, setup=setup, rounds=1000, warmup_rounds=20)
+    hold(benchmark, target_us)
+    runtime.close(drain_s=10)

@@ -93,22 +93,37 @@ def call_operator(
     return compressed
 
 
-class _Lists:
-    """Page lists, columns and starts of one ratio: once pinned on the host, once on the device."""
+@dataclass(frozen=True)
+class _Part:
+    """What the launches of one ratio read; a batch's part lies at the front of each."""
 
-    def __init__(self, shape: TailShape, max_num_seqs: int, *, device: torch.device, pinned: bool) -> None:
-        places = max_num_seqs * shape.list_ids
-        self.ids = torch.zeros(shape.layers * places, dtype=torch.int32, device=device, pin_memory=pinned)
-        self.cells = torch.zeros(places, dtype=torch.int64, device=device, pin_memory=pinned)
-        self.starts = torch.zeros(max_num_seqs, dtype=torch.int32, device=device, pin_memory=pinned)
+    cells: torch.Tensor  # int64 [max_num_seqs * list_ids], where the ids go
+    starts: torch.Tensor  # int32 [max_num_seqs]
+    ids: torch.Tensor  # int32 [layers * max_num_seqs * list_ids]
+
+
+class _Lists:
+    """The parts of all ratios in one tensor, for one copy: once pinned on the host, once on the device."""
+
+    def __init__(self, shapes: Sequence[TailShape], max_num_seqs: int, *, device: torch.device, pinned: bool) -> None:
+        places = [max_num_seqs * shape.list_ids for shape in shapes]
+        # Words of 4 bytes. Cells have two, and come first so that they are aligned; ids, which are the most, last.
+        words = [2 * count for count in places] + [max_num_seqs] * len(shapes)
+        words += [shape.layers * count for shape, count in zip(shapes, places, strict=True)]
+        self.flat = torch.zeros(sum(words), dtype=torch.int32, device=device, pin_memory=pinned)
+        cut = self.flat.split(words)
+        self.parts = {
+            shape.ratio: _Part(cut[i].view(torch.int64), cut[i + len(shapes)], cut[i + 2 * len(shapes)])
+            for i, shape in enumerate(shapes)
+        }
 
     @property
     def list_bytes(self) -> int:
-        return self.ids.nbytes
+        return sum(part.ids.nbytes for part in self.parts.values())
 
     @property
     def staging_bytes(self) -> int:
-        return self.cells.nbytes + self.starts.nbytes
+        return self.flat.nbytes - self.list_bytes
 
 
 class _Table:
@@ -211,17 +226,11 @@ class StockRuntime:
             for _ in range(slots + 1)  # the last one stays all zero
         ]
         self._idle_starts = torch.zeros(max_num_seqs, dtype=torch.int32, device=where)
-        self.lists = [
-            {r: _Lists(shape, max_num_seqs, device=where, pinned=False) for r, shape in self.shapes.items()}
-            for _ in range(slots)
-        ]
+        self.lists = [_Lists([*self.shapes.values()], max_num_seqs, device=where, pinned=False) for _ in range(slots)]
         host = torch.device("cpu")
-        self.staging: StagingRing[Any, dict[int, _Lists]] = StagingRing(
+        self.staging: StagingRing[Any, _Lists] = StagingRing(
             self.arena.events,
-            [
-                {r: _Lists(shape, max_num_seqs, device=host, pinned=True) for r, shape in self.shapes.items()}
-                for _ in range(slots + 1)
-            ],
+            [_Lists([*self.shapes.values()], max_num_seqs, device=host, pinned=True) for _ in range(slots + 1)],
             timeout_s=fence_timeout_s,
         )
 
@@ -376,7 +385,7 @@ class StockRuntime:
         execution: ExecutionId,
         graph: Hashable | None,
         rows: int,
-        host: dict[int, _Lists],
+        host: _Lists,
         stream: Any,
     ) -> StockExecution:
         # By name first: who fails so need not wait for a slot, and must not take one from others.
@@ -508,25 +517,25 @@ class StockRuntime:
         """What the runtime holds, measured on its tensors."""
         return AllocatedBytes(
             tails_and_spares=sum(pool.nbytes for pool in self.pools.values()),
-            lists=sum(part.list_bytes for slot in self.lists for part in slot.values()),
+            lists=sum(lists.list_bytes for lists in self.lists),
             tables=sum(table.flat.nbytes for slot in self.tables for table in slot.values()),
-            staging=self._idle_starts.nbytes + sum(part.staging_bytes for slot in self.lists for part in slot.values()),
-            host=sum(part.list_bytes + part.staging_bytes for entry in self.staging.entries for part in entry.values()),
+            staging=self._idle_starts.nbytes + sum(lists.staging_bytes for lists in self.lists),
+            host=sum(entry.flat.nbytes for entry in self.staging.entries),
         )
 
-    def _upload(self, lease: Lease[Any], lists: dict[int, PageList], host: dict[int, _Lists], stream: Any) -> None:
-        slot = lease.slot.index
+    def _upload(self, lease: Lease[Any], lists: dict[int, PageList], host: _Lists, stream: Any) -> None:
+        slot, end = lease.slot.index, 0
         parts = [(what, ratio) for ratio in lists for what in ("lists", "table")]
         lease.touch(stream, writes=parts)
         for ratio, pages in lists.items():
-            table, there, here = self.tables[slot][ratio], self.lists[slot][ratio], host[ratio]
-            rows = len(pages.starts)
-            for name, values in (("ids", pages.ids), ("cells", table.cells(pages)), ("starts", pages.starts)):
-                source = getattr(here, name)[: values.size]
-                source.numpy()[:] = values.ravel()
-                getattr(there, name)[: values.size].copy_(source, non_blocking=True)
-            table.rows[:rows].zero_()
+            table, part = self.tables[slot][ratio], host.parts[ratio]
+            for there, values in ((part.cells, table.cells(pages)), (part.starts, pages.starts), (part.ids, pages.ids)):
+                there.numpy()[: values.size] = values.ravel()
+            end = int(part.ids.storage_offset()) + pages.ids.size
+            table.rows[: len(pages.starts)].zero_()
             table.layer = None
+        # One copy, though it takes what lies between the parts along: the host pays for copies, not for their bytes.
+        self.lists[slot].flat[:end].copy_(host.flat[:end], non_blocking=True)
 
 
 class StockExecution:
@@ -590,7 +599,7 @@ class StockExecution:
             raise OrderError(f"{self.lease.execution} was begun for graph {self._graph!r}; replay that, once")
         self._check_order(layer, kind, mine)
         runtime, slot, ratio = self._runtime, self.lease.slot.index, kind.ratio
-        table, lists = runtime.tables[slot][ratio], runtime.lists[slot][ratio]
+        table, lists = runtime.tables[slot][ratio], runtime.lists[slot].parts[ratio]
         # Held until all is queued: another thread may order itself behind this touch as soon as it is made.
         with runtime.arena.lock:
             scatter = table.layer != layer

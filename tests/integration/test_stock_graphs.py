@@ -174,7 +174,7 @@ def clean(runtime: StockRuntime) -> None:
 def addresses(runtime: StockRuntime) -> list[int]:
     """Where everything is that a graph may have captured."""
     tensors = [table.flat for slot in runtime.tables for table in slot.values()]
-    tensors += [t for slot in runtime.lists for part in slot.values() for t in (part.ids, part.cells, part.starts)]
+    tensors += [lists.flat for lists in runtime.lists]
     return [t.data_ptr() for t in (*tensors, *runtime.pools.values())]
 
 

@@ -280,7 +280,7 @@ def _parameters(recorded: list[list[Any]], found: list[list[Any]]) -> Iterator[C
             (DriftKind.PARAMETER_KIND, DriftKind.DEFAULT, DriftKind.ANNOTATION), before[name], after[name], strict=True
         ):
             if was != now:
-                yield Change(kind, f"{name}: {was}", str(now))
+                yield Change(kind, f"{name}: {was or 'none'}", now or "none")
 
 
 def _class(recorded: Entry, found: Entry) -> Iterator[Change]:

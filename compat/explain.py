@@ -3,7 +3,7 @@
 """Says where a symbol went that is no longer where it was recorded.
 
 Problem: "not found" is true and helps nobody: mostly the symbol was moved, renamed or inherited from elsewhere.
-Way: files that mention the name are read with griffe, which knows definitions, aliases and `import *` without running
+Way: files that mention the name are read with griffe, which knows definitions and aliases without running
 anything; what it finds is read by `read.py` and compared with the contract, so that "moved" says whether it was changed
 on the way. A function under a new name is known by the hash of its body.
 Not here: any decision. griffe is optional (`pip install afd-dsv4[compat]`), and the plugin never needs it.
@@ -54,7 +54,7 @@ def _went(drift: Drift, recorded: Entry, reader: Reader) -> Drift:
     renamed = _same_body(recorded, f"{module}:{owner}", reader) if recorded["kind"] == "function" else None
     if renamed:
         return dataclasses.replace(drift, hint=f"renamed to {renamed}, with the same body")
-    hints = []
+    moved, imported = [], []
     for place in _places(module.partition(".")[0], qualname.partition(".")[0], reader):
         if place == module:
             continue
@@ -64,19 +64,19 @@ def _went(drift: Drift, recorded: Entry, reader: Reader) -> Drift:
         except (NotFound, NotReadable):
             continue
         if found.entry["kind"] == "import" and recorded["kind"] != "import":
-            hints.append((1, f"imported in {target} from {found.entry['from']}"))
+            imported.append(f"imported in {target} from {found.entry['from']}")
             continue
         changes = list(differences(recorded, found.entry))
-        hints.append((0, f"now {target} ({found.place}), {_otherwise(changes)}"))
-    hints.sort()
-    if not hints:
+        moved.append(f"now {target} ({found.place}), {_otherwise(changes)}")
+    if not moved and not imported:
         holders = _holders(module.partition(".")[0], member, reader) if owner else []
         said = (
             f"a member of that name is in {', '.join(holders[:_MOST_PLACES])}" if holders else "nowhere in its package"
         )
         return dataclasses.replace(drift, hint=said)
-    moved = DriftKind.MOVED if hints[0][0] == 0 else drift.kind
-    return dataclasses.replace(drift, kind=moved, hint="; ".join(text for _, text in hints[:_MOST_PLACES]))
+    hints = moved or imported  # who imports it matters only where nobody defines it
+    kind = DriftKind.MOVED if moved else drift.kind
+    return dataclasses.replace(drift, kind=kind, hint="; ".join(hints[:_MOST_PLACES]))
 
 
 def _otherwise(changes: list[Change]) -> str:

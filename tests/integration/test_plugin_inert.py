@@ -9,10 +9,12 @@ compared, and in which processes.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +23,7 @@ from afd_dsv4.evidence.isolation_probe import OTHERS
 
 pytestmark = [pytest.mark.vllm_runtime, pytest.mark.slow]
 
+README = Path(__file__).parents[2] / "README.md"
 PROBE = "afd_dsv4.evidence.isolation_probe"
 NATIVE = "vllm_ascend.worker.worker.NPUWorker"
 ADAPTED = worker_class("vllm-ascend-0.23.0")
@@ -73,10 +76,12 @@ def test_both_entry_points_are_installed():
     assert found["vllm.platform_plugins", "afd_dsv4"] == "afd_dsv4.plugin:platform"
 
 
-def test_the_list_for_vllm_plugins_names_every_plugin_of_vllm_ascend():
+def test_the_documented_list_for_vllm_plugins_is_every_plugin_of_vllm_ascend_and_ours():
     groups = ("vllm.general_plugins", "vllm.platform_plugins")
     theirs = {e.name for g in groups for e in entry_points(group=g) if e.value.split(":")[0] == "vllm_ascend"}
     assert set(OTHERS.split(",")) == theirs
+    (documented,) = re.findall(r"^    VLLM_PLUGINS=(.*)$", README.read_text(encoding="utf-8"), re.MULTILINE)
+    assert documented == f"{OTHERS},afd_dsv4"
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -3,6 +3,9 @@
 """Settings: strict, with a default for everything, from vLLM's additional_config and from the environment."""
 
 import dataclasses
+import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -169,3 +172,32 @@ def test_only_an_environment_that_says_off_switches_off(environment, off):
 def test_an_environment_that_cannot_be_read_does_not_switch_off():
     with pytest.raises(InputError):
         switched_off({"AFD_DSV4_MODE": "off", "AFD_DSV4_CONFIG": "{"})
+
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+def documented():
+    """Rows of the table in the README's configuration section: the cells of each, by key."""
+    section = README.split("\n## Configuration\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    return {row[0].strip("`"): row[1:] for row in rows[2:]}
+
+
+def test_the_readme_documents_every_setting_in_order_with_its_default():
+    table = documented()
+    assert list(table) == [field.name for field in dataclasses.fields(Settings)]
+    defaults = {name: cells[1].strip("`") for name, cells in table.items()}
+    assert defaults == {
+        "mode": Settings().mode.value,
+        "slots": str(Settings().slots),
+        "drafts": "as many as vLLM drafts",
+    }
+    assert re.findall(r"`(\w+)`", table["mode"][0]) == [mode.value for mode in Mode]
+
+
+def test_the_examples_of_the_readme_can_be_read():
+    (given,) = re.findall(r"--additional-config '(.*)'", README)
+    assert read(json.loads(given), {}).mode is Mode.COLOCATED
+    (text,) = re.findall(r"JSON object such as `(.*?)`", README)
+    assert from_environment({"AFD_DSV4_CONFIG": text}) == Settings(Mode.COLOCATED, slots=3)

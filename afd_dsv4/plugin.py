@@ -147,8 +147,6 @@ def configure(vllm_config: Any, platform_class: type) -> None:
 def _decide(vllm_config: Any, platform_class: type) -> None:
     # Imported here: they read what is installed, which a process that makes no configuration need not pay for.
     from afd_dsv4.compat.adapters import worker_class
-    from afd_dsv4.compat.contract import verify
-    from afd_dsv4.compat.facts import facts_from
     from afd_dsv4.compat.stack import installed
 
     global _state
@@ -163,6 +161,9 @@ def _decide(vllm_config: Any, platform_class: type) -> None:
     if settings.mode is Mode.OFF:
         decision = off("no other mode was asked for")
     else:
+        from afd_dsv4.compat.contract import verify
+        from afd_dsv4.compat.facts import facts_from
+
         decision = decide(settings, facts_from(vllm_config, platform_class, stack, verify(stack)))
     if decision.settings:
         # A mapping of its own: the operator's may be used for another engine.

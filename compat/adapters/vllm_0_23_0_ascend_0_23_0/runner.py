@@ -14,7 +14,6 @@ Not here: sampling and drafting, whose layers own no compressor; the arithmetic 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
@@ -67,7 +66,7 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
     def load_model(self) -> None:
         """Load the model, then take the memory of all tails and workspace slots, and count it as the model's."""
         super().load_model()
-        settings = read(self.vllm_config.additional_config, os.environ)
+        settings = read(self.vllm_config.additional_config, {})  # the front end has put all it read there
         hf_config = self.model_config.hf_config
         geometry = from_hf_config(hf_config.to_dict(), str(self.model_config.model))
         layers = self._state_layers()

@@ -3,9 +3,9 @@
 """What the plugin costs a process of vLLM that does not use it.
 
 vLLM loads it in every process, and asks it for every configuration. Each round is an interpreter of its own, which
-times what the plugin adds: loading it by its entry points and calling both functions; and deciding, for a configuration,
-that it is off. Interpreter and vLLM are not counted. Compared with the target is the quickest round: every round does the
-same, and a busy machine only adds.
+times what the plugin adds: loading it by its entry points and calling both functions; and deciding, for one
+configuration, that it is off. Interpreter and vLLM are not counted. Compared with the target is the quickest round:
+every round does the same, and a busy machine only adds.
 """
 
 from __future__ import annotations

@@ -764,6 +764,25 @@ def test_a_captured_layer_is_replayed_with_other_data(draw: Callable[..., Tensor
             assert torch.equal(a.cpu(), b.cpu())
 
 
+def test_what_torch_compile_may_trace_has_shapes_for_any_number_of_tokens(draw: Callable[..., Tensor]) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    layer = Layer(draw)
+
+    def between(streams: Tensor) -> Tensor:
+        x, post_, comb = ops().npu_hc_pre_v2(streams, layer.fn, layer.scale, layer.base, 4, 20, 1e-6, 1e-6)
+        x, _, y = ops().npu_add_rms_norm_bias(x, x, layer.gamma, None, 1e-6)
+        x = torch_npu().npu_swiglu(torch.cat([x, torch_npu().npu_add_rms_norm(x, y, layer.gamma)[0]], -1))
+        return ops().npu_hc_post(x[None], streams[None], post_[None], comb[None])[0]
+
+    with torch.no_grad():
+        traced = make_fx(between, tracing_mode="symbolic", _allow_non_fake_inputs=True)(
+            draw(5, 4, 16, dtype=BF16).npu()
+        )
+    other = draw(9, 4, 16, dtype=BF16).npu()
+    assert torch.equal(traced(other).cpu(), between(other).cpu())
+
+
 # ---------------------------------------------------------------------------------------------- what is left out
 
 

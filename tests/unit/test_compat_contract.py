@@ -3,8 +3,10 @@
 """Every kind of drift is named, with its consequence; layout, comments and docstrings are none."""
 
 import ast
+import csv
 import io
 import random
+import re
 import tokenize
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from afd_dsv4.compat.contract import FOLDER, Contract, DriftKind, compare, fingerprint, load
+from afd_dsv4.compat.contract import FOLDER, Contract, DriftKind, compare, differences, fingerprint, load
 from afd_dsv4.compat.read import NotFound, NotReadable, Reader, digest
 from afd_dsv4.compat.stack import KNOWN
 from afd_dsv4.compat.symbols import SYMBOLS, Symbol, symbols_of
@@ -300,3 +302,33 @@ def test_every_symbol_says_what_it_is_for_and_what_its_drift_means_once_a_stack(
         assert symbol.used_for
         assert symbol.consequence
         assert set(symbol.stacks) <= {stack.name for stack in KNOWN}
+
+
+def test_the_page_about_two_commits_names_every_symbol_that_differs_and_no_other():
+    one, other = (load(f"vllm-ascend-{commit}") for commit in ("80d8c194f", "cf0baa38d"))
+    differ = {
+        target
+        for target in one.symbols.keys() | other.symbols.keys()
+        if any(differences(one.symbols[target], other.symbols[target]))
+    }
+    rows = re.findall(
+        r"^\| `([\w.]+:[\w.]+|\w+::\w+)` \| .+ \| (?:yes|no) \| .+ \|$", text_of("docs/compat.md"), re.MULTILINE
+    )
+    assert len(rows) == len(set(rows))
+    assert set(rows) == differ
+
+
+def test_only_known_stacks_are_said_to_be_verified_and_the_counts_are_those_of_the_contracts():
+    with (ROOT / "compat" / "verified.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    by_name = {stack.name: stack for stack in KNOWN}
+    assert {row["stack"] for row in rows} == set(by_name)
+    for row in rows:
+        assert all(row[key] for key in ("verified", "where", "date", "command"))
+        assert by_name[row["stack"]].matches(row["vllm"], row["vllm_ascend"] or None, row["commit"])
+        counted = re.search(r"(\d+) symbols", row["verified"])
+        assert counted is None or int(counted[1]) == len(symbols_of(row["stack"]))
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text()

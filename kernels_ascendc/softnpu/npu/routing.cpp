@@ -58,13 +58,14 @@ FourTensors init_routing(const char* name, const Tensor& x, const Tensor& expert
                                      : poison({experts.numel()}, experts.options());
   for (int64_t row = 0; row < static_cast<int64_t>(order.size()); ++row) {
     const int64_t source = order[row];
-    if (row < rows) {
-      expanded[row].copy_(x[source / k]);
-      if (scale.has_value()) expanded_scale[row].copy_((*scale)[source / k]);
-    }
     row_idx.mutable_data_ptr<int32_t>()[row_idx_type == 0 ? source : row] =
         static_cast<int32_t>(row_idx_type == 0 ? row : source);
   }
+  const int64_t filled = std::min(rows, static_cast<int64_t>(order.size()));
+  Tensor sources = at::empty({filled}, experts.options().dtype(at::kLong));
+  for (int64_t row = 0; row < filled; ++row) sources.mutable_data_ptr<int64_t>()[row] = order[row] / k;
+  expanded.slice(0, 0, filled).copy_(x.index_select(0, sources));
+  if (scale.has_value()) expanded_scale.slice(0, 0, filled).copy_(scale->index_select(0, sources));
   Tensor tokens = poison({static_cast<int64_t>(counts.size())}, x.options().dtype(at::kLong));
   if (expert_tokens_num_flag) {
     if (expert_tokens_num_type == 0) std::partial_sum(counts.begin(), counts.end(), counts.begin());

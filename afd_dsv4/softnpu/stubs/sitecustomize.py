@@ -2,28 +2,56 @@
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 """What a process on the software NPU needs before its own code runs.
 
-Problem: torch_npu must find its kernels the moment it has been imported, by whomever; and a torchvision built for CUDA
-cannot be imported beside a CPU torch, because two operators that its Python part describes are missing.
-Way: two import hooks. After ``torch_npu`` has run, the aten kernels and the operator libraries are loaded; before
-``torchvision`` runs, its two operators are declared. A process whose own site has a ``sitecustomize`` keeps it.
-Not done: anything for a process that imports neither.
+Problem: torch_npu must find its kernels the moment it has been imported, by whomever; vLLM's Triton kernels have no
+compiler here; and a torchvision built for CUDA cannot be imported beside a CPU torch, because two operators that its
+Python part describes are missing.
+Way: import hooks. After ``torch_npu`` has run, the aten kernels and the operator libraries are loaded; after vLLM's
+placeholder for Triton has, its kernels get bodies; before ``torchvision`` runs, its two operators are declared. A
+process whose own site has a ``sitecustomize`` keeps it.
+Not done: anything for a process that imports none of them.
 """
 
 import contextlib
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from pathlib import Path
 from types import ModuleType
 
 
-class _AfterExecution(Loader):
-    """Runs the real loader, then installs the kernels."""
+def _after_torch_npu(module: ModuleType) -> None:
+    from afd_dsv4.softnpu import runtime
 
-    def __init__(self, real: Loader) -> None:
+    runtime.install()
+
+
+def _after_triton_utils(module: ModuleType) -> None:
+    from afd_dsv4.softnpu import triton
+
+    triton.install(module)
+
+
+def _after_ascend_triton_utils(module: ModuleType) -> None:
+    from afd_dsv4.softnpu import triton
+
+    triton.set_cores(module)
+
+
+_AFTER: dict[str, Callable[[ModuleType], None]] = {
+    "torch_npu": _after_torch_npu,
+    "vllm.triton_utils": _after_triton_utils,
+    "vllm_ascend.ops.triton.triton_utils": _after_ascend_triton_utils,
+}
+
+
+class _AfterExecution(Loader):
+    """Runs the real loader, then what has to follow."""
+
+    def __init__(self, real: Loader, then: Callable[[ModuleType], None]) -> None:
         self._real = real
+        self._then = then
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._real.create_module(spec)
@@ -32,9 +60,7 @@ class _AfterExecution(Loader):
         # torch_npu prints that CANN is not set up, which would spoil the output of a command that prints JSON.
         with contextlib.redirect_stdout(sys.stderr):
             self._real.exec_module(module)
-        from afd_dsv4.softnpu import runtime
-
-        runtime.install()
+        self._then(module)
 
 
 class _Hook(MetaPathFinder):
@@ -44,11 +70,12 @@ class _Hook(MetaPathFinder):
         if name == "torchvision":
             _declare_torchvision_operators()
             return None
-        if name != "torch_npu":
+        then = _AFTER.get(name)
+        if then is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _AfterExecution(spec.loader)
+            spec.loader = _AfterExecution(spec.loader, then)
         return spec
 
 

@@ -43,8 +43,11 @@ def is_active() -> bool:
 def install() -> Installed:
     """Load torch_npu and every kernel of the software NPU; safe to call again.
 
+    The limits of operators that SOFTNPU_WAIVE names (with commas between) are waived, here and in worker processes.
+
     Raises:
         SoftnpuError: the process was not started on the software NPU, or TASK_QUEUE_ENABLE is neither 0 nor 1.
+        RuntimeError: SOFTNPU_WAIVE has a name that is no limit.
     """
     if not is_active():
         raise SoftnpuError(
@@ -65,6 +68,8 @@ def install() -> Installed:
     operators = sorted(folder.glob(OPERATOR_LIBRARIES))
     for library in operators:
         torch.ops.load_library(str(library))
+    for limit in filter(None, os.environ.get("SOFTNPU_WAIVE", "").split(",")):
+        torch.ops.softnpu.waive(limit.strip(), True)
     return Installed(on_cpu, composite, raising, tuple(path.name for path in operators))
 
 

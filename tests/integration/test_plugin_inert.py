@@ -183,6 +183,13 @@ def test_engines_of_one_process_are_decided_on_one_by_one():
 
 
 @pytest.mark.npu
+def test_drafts_are_those_of_the_real_speculative_configuration():
+    found = engine("drafting")
+    assert found["active"], found["reasons"]
+    assert found["entered"] == {"mode": "colocated", "slots": 2, "drafts": 2}
+
+
+@pytest.mark.npu
 def test_settings_that_cannot_be_read_end_the_configuration_in_vllms_own_words_too():
     found = engine("misspelt")
     assert found["error"] == "additional_config['afd_dsv4']: unknown 'slot'; known are mode, slots, drafts"

@@ -344,12 +344,9 @@ def test_wrong_shapes_raise_in_the_caller_not_on_the_stream() -> None:
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        ("npu::npu_swiglu", lambda n, x: n.npu_swiglu(x)),
-        ("npu::npu_rms_norm", lambda n, x: n.npu_rms_norm(x, x[0])),
-        (
-            "npu::npu_rotary_mul",
-            lambda n, x: n.npu_rotary_mul(x.view(1, 1, 4, 8), x.view(1, 1, 4, 8), x.view(1, 1, 4, 8)),
-        ),
+        ("npu::npu_silu", lambda n, x: n.npu_silu(x)),
+        ("npu::npu_geglu", lambda n, x: n.npu_geglu(x)),
+        ("npu::npu_deep_norm", lambda n, x: n.npu_deep_norm(x, x, x[0], x[0])),
         ("atb::_npu_reshape_and_cache", lambda n, x: n._npu_reshape_and_cache(x, x, x, x, x[0].int())),
         ("aten::_thnn_fused_lstm_cell", lambda n, x: torch.ops.aten._thnn_fused_lstm_cell(x, x, x, None, None)),
     ],

@@ -771,6 +771,8 @@ def test_rms_norm_divides_by_the_root_of_the_mean_square(gamma_dtype: Any) -> No
         torch.testing.assert_close(y.cpu()[i, j].double(), row * factor * gamma.double(), rtol=2**-8, atol=2**-9)
     with refused("gamma: found [95]"):
         torch.ops.npu.npu_rms_norm(x.npu(), gamma[:95].npu())
+    with refused("self's dtype: found Int"):
+        torch.ops.npu.npu_rms_norm(x.int().npu(), gamma.npu())
     with refused("gamma's dtype: found Half"):
         torch.ops.npu.npu_rms_norm(x.npu(), gamma.half().npu())
 

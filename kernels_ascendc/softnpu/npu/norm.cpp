@@ -23,6 +23,8 @@ std::tuple<Tensor, Tensor> rms_norm_meta(const Tensor& self, const Tensor& gamma
   SOFTNPU_EXPECT(
       gamma.dim() >= 1 && gamma.dim() <= self.dim() && self.sizes().slice(self.dim() - gamma.dim()) == gamma.sizes(),
       "npu_rms_norm", "gamma", gamma.sizes(), "the last dims of self, ", self.sizes());
+  SOFTNPU_EXPECT(self.is_floating_point() && self.scalar_type() != at::kDouble, "npu_rms_norm", "self's dtype",
+                 self.scalar_type(), "Half, BFloat16 or Float");
   SOFTNPU_EXPECT(gamma.scalar_type() == self.scalar_type() || gamma.scalar_type() == at::kFloat, "npu_rms_norm",
                  "gamma's dtype", gamma.scalar_type(), self.scalar_type(), " or Float");
   auto statistics = self.sizes().vec();

@@ -115,9 +115,16 @@ class Verdict:
     unchecked: tuple[tuple[str, str], ...] = ()
 
     @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why an adapter may not be applied, one sentence each; none where it may."""
+        if not self.known:
+            return (f"no contract of {self.name or 'this stack'} is recorded",)
+        return (*map(str, self.drift), *(f"{target}: not checked: {reason}" for target, reason in self.unchecked))
+
+    @property
     def holds(self) -> bool:
-        """Whether an adapter of this stack may be applied."""
-        return self.known and not self.drift
+        """Whether an adapter of this stack may be applied; what cannot be read is no better than what differs."""
+        return not self.reasons
 
 
 @dataclass(frozen=True)

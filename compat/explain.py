@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -92,12 +93,12 @@ def _same_body(recorded: Entry, owner: str, reader: Reader) -> str | None:
     for path, name in _modules(module.partition(".")[0], reader):
         if name != module:
             continue
-        tree = griffe.visit(module, filepath=path, code=_text(path))
+        tree = _visit(module, path)
         try:
-            holder = tree[qualname] if qualname else tree
+            holder = tree[qualname] if tree and qualname else tree
         except KeyError:
             return None
-        for member in list(holder.members):
+        for member in holder.members if holder else ():
             try:
                 entry = reader.read(f"{module}:{prefix}{member}").entry
             except (NotFound, NotReadable):
@@ -111,10 +112,8 @@ def _places(package: str, name: str, reader: Reader) -> Iterator[str]:
     """Modules of all given packages that have the name, the symbol's own package first."""
     for other in sorted(reader.packages, key=lambda known: known != package):
         for path, module in _modules(other, reader):
-            text = _text(path)
-            if not re.search(rf"\b{re.escape(name)}\b", text):
-                continue
-            if name in griffe.visit(module, filepath=path, code=text).members:
+            tree = _visit(module, path, rf"\b{re.escape(name)}\b")
+            if tree and name in tree.members:
                 yield module
 
 
@@ -122,11 +121,9 @@ def _holders(package: str, member: str, reader: Reader) -> list[str]:
     """Classes of the package that have a member of that name."""
     found = []
     for path, module in _modules(package, reader):
-        text = _text(path)
-        if not re.search(rf"\bdef {re.escape(member)}\b", text):
-            continue
-        tree = griffe.visit(module, filepath=path, code=text)
-        found += [f"{module}:{name}" for name, holder in tree.classes.items() if member in holder.members]
+        tree = _visit(module, path, rf"\bdef {re.escape(member)}\b")
+        classes = tree.classes.items() if tree else ()
+        found += [f"{module}:{name}" for name, holder in classes if member in holder.members]
     return found
 
 
@@ -137,5 +134,14 @@ def _modules(package: str, reader: Reader) -> Iterator[tuple[Path, str]]:
         yield path, ".".join(part for part in (package, *parts[1:]) if part != "__init__")
 
 
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")
+def _visit(module: str, path: Path, mentions: str = "") -> griffe.Module | None:
+    """A module as griffe reads it, None where the pattern is not in its text, or the text is no Python of today."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if not re.search(mentions, text):
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an invalid escape in their text is not ours to report
+        try:
+            return griffe.visit(module, filepath=path, code=text)
+        except (SyntaxError, ValueError):
+            return None

@@ -142,7 +142,7 @@ class _Reader:
 def _drift(verdict: Verdict) -> tuple[str, ...]:
     if verdict.holds or verdict.name is None:
         return ()
-    return tuple(map(str, verdict.drift)) or (f"no contract of {verdict.name} is recorded",)
+    return verdict.reasons
 
 
 def _geometry(hf_config: Mapping[str, Any]) -> tuple[ModelGeometry | None, str | None]:

@@ -194,11 +194,13 @@ class PatchSet:
         if verdict.drift:
             names = ", ".join(dict.fromkeys(drift.target for drift in verdict.drift))
             raise DriftError(f"patch set {self.name!r}: {verdict.name} has drifted in {names}", verdict.drift)
+        if not verdict.holds:
+            raise DriftError(f"patch set {self.name!r}: {'; '.join(verdict.reasons)}")
         new = [patch.recorded_as for patch in self.patches if patch.recorded_as not in verdict.targets]
         if new:
             raise DriftError(
-                f"patch set {self.name!r}: not recorded, or not readable, in {verdict.name}: {', '.join(new)}; add "
-                "them to compat/symbols.py and record again"
+                f"patch set {self.name!r}: not recorded in {verdict.name}: {', '.join(new)}; add them to "
+                "compat/symbols.py and record again"
             )
 
     def _plan(self, patch: Patch) -> Iterator[_Place]:

@@ -41,7 +41,7 @@ CLASS = "class C:\n    def f(self, x): return x + 1\n"
 
 
 def test_a_moved_class_is_found_and_said_to_be_otherwise_as_recorded(tmp_path):
-    drift = explained(tmp_path, "pkg.m:C", {"m.py": CLASS}, {"m.py": "", "sub/n.py": CLASS})
+    drift = explained(tmp_path, "pkg.m:C", {"m.py": CLASS}, {"m.py": "", "a.py": "class C(:", "sub/n.py": CLASS})
     assert drift.kind is DriftKind.MOVED
     assert drift.hint == "now pkg.sub.n:C (pkg/sub/n.py:1), otherwise as recorded"
 

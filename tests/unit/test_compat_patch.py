@@ -341,6 +341,9 @@ def test_nothing_is_patched_where_the_contract_does_not_hold(home):
     assert caught.value.drift == drifted.drift
     with pytest.raises(DriftError, match="no contract for this stack"):
         patches.apply(Verdict(False, (), None))
+    unread = Verdict(True, (), "made-up", frozenset({"home:free"}), (("ns::op", "not readable statically"),))
+    with pytest.raises(DriftError, match=r"ns::op: not checked: not readable statically"):
+        patches.apply(unread)
     with pytest.raises(DriftError, match=r"not recorded.*home:free"):
         patches.apply(verdict("Base"))
     assert home.free is original

@@ -7,6 +7,8 @@
 //   a composite one that torch_npu overrides             torch's own composite again
 //   any other operator of torch_npu (aten, npu, atb)     raise_by_name; operator libraries loaded later may override
 // Operators that torch_npu does not touch and that have no CPU kernel keep torch's composites.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
@@ -109,6 +111,13 @@ struct Registrar {
   }
 };
 
+// torch_npu's own zeros takes pin_memory without looking at it, and vllm-ascend passes it for device tensors
+// (spec_decode/llm_base_proposer.py: slot_mapping_group); torch's composite would refuse it.
+at::Tensor zeros(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+                 std::optional<at::Device> device, std::optional<bool>) {
+  return at::empty(size, at::TensorOptions().dtype(dtype).layout(layout).device(device)).zero_();
+}
+
 // torch warns once that kernels are overridden, which is the point here.
 struct Quiet : c10::WarningHandler {
   void process(const c10::Warning&) override {}
@@ -128,6 +137,8 @@ std::vector<int64_t> install() {
       if (auto op = dispatcher.findSchema(name)) made->add(*op);
     auto copy = dispatcher.findSchemaOrThrow("aten::copy_", "");
     made->impl(copy, DispatchKey::PrivateUse1, torch::CppFunction(TORCH_FN(copy_)));
+    auto zero = dispatcher.findSchemaOrThrow("aten::zeros", "");
+    made->impl(zero, DispatchKey::PrivateUse1, torch::CppFunction(TORCH_FN(zeros)));
     registrar = made;
   }
   return {registrar->on_cpu, registrar->composite, registrar->raising};

@@ -63,7 +63,7 @@ class EngineError(Exception):
 def run(
     spec: Mapping[str, Any], environment: Mapping[str, str] | None = None, timeout_s: float = 600
 ) -> dict[str, Any]:
-    """Run a description in a fresh process on the software NPU.
+    """Run a description in a fresh process on the software NPU, of as many devices as it has ranks.
 
     Args:
         spec: the description, see the module.
@@ -74,6 +74,7 @@ def run(
         EngineError: it ended with an error.
         subprocess.TimeoutExpired: it did not end.
     """
+    devices = {"SOFTNPU_DEVICES": str(spec.get("engine", {}).get("tensor_parallel_size", 1))}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(dict(spec), file)
         file.flush()
@@ -84,7 +85,7 @@ def run(
             text=True,
             check=False,
             timeout=timeout_s,
-            env={**QUIET, **os.environ, **(environment or {})},
+            env={**QUIET, **devices, **os.environ, **(environment or {})},
         )
     if done.returncode:
         raise EngineError(f"exit {done.returncode}: {done.stderr[-6000:]}")

@@ -27,14 +27,14 @@ LAUNCH_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "multibuffer"
 CORES = {"_NUM_AICORE": 20, "_NUM_VECTORCORE": 40}
 """What vllm_ascend.ops.triton.triton_utils would ask Triton's driver: the cores of an Ascend910B3."""
 
-Body = Callable[..., None]
+Body = Callable[[Any, dict[str, Any]], None]
 _bodies: dict[str, Body] = {}
 
 
 def body(*names: str) -> Callable[[Body], Body]:
     """Register a function as the body of kernels named ``module:function``.
 
-    It gets the grid and the kernel's arguments by the names that the kernel gives them.
+    It gets the grid, and the kernel's arguments by the names that the kernel gives them.
     """
 
     def register(function: Body) -> Body:
@@ -53,13 +53,10 @@ class Kernel:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = f"{function.__module__}:{function.__qualname__}"
         self._signature = inspect.signature(function)
-        functools.update_wrapper(self, function)
+        self.__doc__ = function.__doc__
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return functools.partial(self._launch, grid)
-
-    def __call__(self, *arguments: Any, **named: Any) -> None:
-        raise TypeError(f"the Triton kernel {self.name} was called; it can only be launched: kernel[grid](...)")
 
     def _launch(self, grid: Any, *arguments: Any, **named: Any) -> None:
         run = _bodies.get(self.name)
@@ -70,10 +67,10 @@ class Kernel:
             )
         call = self._signature.bind(*arguments, **{k: v for k, v in named.items() if k not in LAUNCH_OPTIONS})
         call.apply_defaults()
-        run(grid, **call.arguments)
+        run(grid, call.arguments)
 
 
-def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+def jit(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
     """``triton.jit``, with and without options."""
     return Kernel if function is None else Kernel(function)
 
@@ -100,44 +97,33 @@ def set_cores(module: ModuleType) -> None:
 
 
 @body("vllm.v1.worker.block_table:_compute_slot_mapping_kernel")
-def _slot_mapping(
-    grid: tuple[int],
-    num_tokens: int,
-    max_num_tokens: int,
-    query_start_loc_ptr: torch.Tensor,
-    positions_ptr: torch.Tensor,
-    block_table_ptr: torch.Tensor,
-    block_table_stride: int,
-    block_size: int,
-    slot_mapping_ptr: torch.Tensor,
-    *,
-    TOTAL_CP_WORLD_SIZE: int,  # noqa: N803 - the kernel's names
-    TOTAL_CP_RANK: int,  # noqa: N803
-    CP_KV_CACHE_INTERLEAVE_SIZE: int,  # noqa: N803
-    PAD_ID: int,  # noqa: N803
-    BLOCK_SIZE: int,  # noqa: N803
-) -> None:
+def _slot_mapping(grid: tuple[int], arguments: dict[str, Any]) -> None:
     """Write each token's slot, and ``PAD_ID`` behind the last token; tokens of no request keep what was there."""
     requests = grid[0] - 1
-    slot_mapping_ptr[num_tokens:max_num_tokens].fill_(PAD_ID)
+    num_tokens = arguments["num_tokens"]
+    starts = arguments["query_start_loc_ptr"]
+    table = arguments["block_table_ptr"]
+    slots = arguments["slot_mapping_ptr"]
+    block_size = arguments["block_size"]
+    ranks = arguments["TOTAL_CP_WORLD_SIZE"]
+    interleave = arguments["CP_KV_CACHE_INTERLEAVE_SIZE"]
+    pad = arguments["PAD_ID"]
+    slots[num_tokens : arguments["max_num_tokens"]].fill_(pad)
     if requests == 0 or num_tokens == 0:
         return
-    tokens = torch.arange(num_tokens, dtype=query_start_loc_ptr.dtype, device=positions_ptr.device)
-    request = torch.searchsorted(query_start_loc_ptr[1 : requests + 1].contiguous(), tokens, right=True)
-    position = positions_ptr[:num_tokens]
-    virtual_size = block_size * TOTAL_CP_WORLD_SIZE
-    column = position // virtual_size
-    cell = request * block_table_stride + column
-    block = torch.take(block_table_ptr, cell.clamp(0, block_table_ptr.numel() - 1)).to(torch.int64)
-    offset = position - column * virtual_size
-    local = (offset // CP_KV_CACHE_INTERLEAVE_SIZE) % TOTAL_CP_WORLD_SIZE == TOTAL_CP_RANK
-    local_offset = (
-        offset // (TOTAL_CP_WORLD_SIZE * CP_KV_CACHE_INTERLEAVE_SIZE)
-    ) * CP_KV_CACHE_INTERLEAVE_SIZE + offset % CP_KV_CACHE_INTERLEAVE_SIZE
-    slot = torch.where(local, block * block_size + local_offset, PAD_ID)
+    position = arguments["positions_ptr"][:num_tokens]
+    tokens = torch.arange(num_tokens, dtype=starts.dtype, device=starts.device)
+    request = torch.searchsorted(starts[1 : requests + 1].contiguous(), tokens, right=True)
+    column = position // (block_size * ranks)
+    cell = request * arguments["block_table_stride"] + column
+    block = torch.take(table, cell.clamp(0, table.numel() - 1)).to(torch.int64)
+    offset = position - column * (block_size * ranks)
+    local = (offset // interleave) % ranks == arguments["TOTAL_CP_RANK"]
+    local_offset = (offset // (ranks * interleave)) * interleave + offset % interleave
+    slot = torch.where(local, block * block_size + local_offset, pad)
     # vllm-ascend computes slots for KV groups, too, whose tables are narrower than the positions.
-    slot = torch.where(column < block_table_ptr.shape[1], slot, POISON)
-    target = slot_mapping_ptr[:num_tokens]
+    slot = torch.where(column < table.shape[1], slot, POISON)
+    target = slots[:num_tokens]
     target.copy_(torch.where(request < requests, slot.to(target.dtype), target))
 
 
@@ -145,15 +131,7 @@ def _slot_mapping(
     "vllm_ascend.ops.triton.mul_add:muls_add_kernel",
     "vllm_ascend.ops.triton.muls_add:muls_add_kernel",
 )
-def _muls_add(
-    grid: tuple[int],
-    x_ptr: torch.Tensor,
-    y_ptr: torch.Tensor,
-    output_ptr: torch.Tensor,
-    scale: float,
-    n_elements: int,
-    n_blocks: int,
-    BLOCK_SIZE: int,  # noqa: N803
-) -> None:
+def _muls_add(_grid: tuple[int], arguments: dict[str, Any]) -> None:
     """``x * scale + y``. A scalar argument is float32 to Triton, and so is the sum; it is rounded once."""
-    output_ptr.copy_(torch.add(y_ptr.to(torch.float32), x_ptr.to(torch.float32), alpha=scale))
+    x, y = (arguments[name].to(torch.float32) for name in ("x_ptr", "y_ptr"))
+    arguments["output_ptr"].copy_(torch.add(y, x, alpha=arguments["scale"]))

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 
 
-def _after_torch_npu(module: ModuleType) -> None:
+def _after_torch_npu(_module: ModuleType) -> None:
     from afd_dsv4.softnpu import runtime
 
     runtime.install()

@@ -11,13 +11,14 @@ description's ``additional_config`` or the environment says so: nothing here kno
 
 The description: ``checkpoint`` (a folder), ``engine`` (arguments of vllm.LLM over DEFAULTS), ``workloads`` (each a list
 of requests: ``id``, ``prompt`` as token ids, ``max_tokens``, and optionally the steps ``arrive`` and ``abort``),
-``fault`` ("zero_state": the compressors' state pools are zeroed before every step, a negative control),
+``zero_state`` (numbers of workloads before whose every step the compressors' state is zeroed: a negative control),
 ``drafts`` ({request id: its expected tokens}: which drafts the scheduler is told, see ``_Drafts``), ``pattern``
 (a string of "a" and "r": whether the draft of position i is to be accepted), ``races`` (true: with the race detector).
 
-The result: ``workloads`` (``tokens`` and ``logprobs`` by id; ``steps``; ``preemptions``; ``usage`` of the KV cache and
-``waiting`` by reason after every step; ``stuck`` if nothing could be scheduled any more), ``num_gpu_blocks``,
-``groups``, ``peak_device_bytes`` by worker, ``races``, ``seconds``.
+The result: ``workloads`` (``tokens`` and ``logprobs`` by id; ``steps``; ``preemptions``; ``scheduled`` tokens of every
+call of the scheduler; ``usage`` of the KV cache and ``waiting`` by reason after every step; ``stuck`` if nothing could
+be scheduled any more), ``num_gpu_blocks`` and their ``kv_bytes``, ``groups``, ``peak_device_bytes`` by worker,
+``races``, ``seconds``.
 
 Not done: sampling other than greedy; scheduler facts where the engine core runs in a process of its own.
 """
@@ -111,7 +112,8 @@ class _Drafts:
         drafts = self._take()
         for name, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True) if drafts else ():
             request = self._requests.get(name)
-            expected = self._expected.get(name.split("/", 1)[-1], [])
+            # vLLM appends a dash and random letters to the name that a request was given.
+            expected = self._expected.get(name.split("/", 1)[-1].rpartition("-")[0], [])
             for i in range(len(tokens)):
                 position = request.num_output_tokens + i if request is not None else len(expected)
                 if position < len(expected):
@@ -122,18 +124,14 @@ class _Drafts:
 
 def _zero_state(worker: Any) -> int:
     """Zero what the compressors keep of earlier tokens; return how many tensors that were."""
-    import torch
+    from torch.utils._pytree import tree_leaves
 
     seen = 0
-    for name, layer in worker.vllm_config.compilation_config.static_forward_context.items():
+    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
         if type(layer).__name__.endswith("CompressorStateCache"):
-            caches = layer.kv_cache if isinstance(layer.kv_cache, list | tuple) else [layer.kv_cache]
-            for cache in caches:
-                if isinstance(cache, torch.Tensor) and cache.numel():
-                    cache.zero_()
-                    seen += 1
-            if not seen:
-                raise EngineError(f"{name} has no state to zero: {layer.kv_cache!r}")
+            for cache in tree_leaves(layer.kv_cache):
+                cache.zero_()
+                seen += 1
     return seen
 
 
@@ -143,13 +141,14 @@ def _peak_device_bytes(worker: Any) -> int:
     return runtime.device_peak_bytes(worker.local_rank)
 
 
-def _drive(llm: Any, core: Any, number: int, workload: list[dict[str, Any]], fault: str | None) -> dict[str, Any]:
+def _drive(llm: Any, core: Any, number: int, workload: list[dict[str, Any]], zero_state: bool) -> dict[str, Any]:
     """Run one workload to its end, or until nothing can be scheduled."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine
     scheduler = core.scheduler if core is not None else None
     preempted: list[str] = []
+    scheduled: list[int] = []
     if scheduler is not None:
         preempt = type(scheduler)._preempt_request
 
@@ -158,6 +157,14 @@ def _drive(llm: Any, core: Any, number: int, workload: list[dict[str, Any]], fau
             return preempt(scheduler, request, *rest, **named)
 
         scheduler._preempt_request = counted
+        schedule = type(scheduler).schedule
+
+        def noted(*rest: Any, **named: Any) -> Any:
+            output = schedule(scheduler, *rest, **named)
+            scheduled.append(output.total_num_scheduled_tokens)
+            return output
+
+        scheduler.schedule = noted
     tokens: dict[str, list[int]] = {}
     logprobs: dict[str, list[float]] = {}
     usage: list[float] = []
@@ -174,7 +181,7 @@ def _drive(llm: Any, core: Any, number: int, workload: list[dict[str, Any]], fau
         for request in workload:
             if request.get("abort") == step:
                 engine.abort_request([f"{number}/{request['id']}"])
-        if fault == "zero_state":
+        if zero_state:
             zeroed += sum(llm.collective_rpc(_zero_state))
         outputs = engine.step()
         step += 1
@@ -197,6 +204,7 @@ def _drive(llm: Any, core: Any, number: int, workload: list[dict[str, Any]], fau
         "logprobs": logprobs,
         "steps": step,
         "preemptions": len(preempted),
+        "scheduled": scheduled,
         "usage": usage,
         "waiting": waiting,
         "stuck": stuck,
@@ -206,13 +214,14 @@ def _drive(llm: Any, core: Any, number: int, workload: list[dict[str, Any]], fau
 
 def execute(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Run a description in this process, see the module."""
-    unknown = set(spec) - {"checkpoint", "engine", "workloads", "fault", "drafts", "pattern", "races"}
-    if unknown or spec.get("fault") not in (None, "zero_state"):
-        raise ValueError(f"engine description: unknown {sorted(unknown)}, fault {spec.get('fault')!r}; see the module")
+    unknown = set(spec) - {"checkpoint", "engine", "workloads", "zero_state", "drafts", "pattern", "races"}
+    if unknown:
+        raise ValueError(f"engine description: unknown {sorted(unknown)}; the module says what there is")
     start = time.perf_counter()
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     from vllm import LLM
+    from vllm.compilation.counter import compilation_counter
 
     from afd_dsv4.softnpu import runtime
 
@@ -226,14 +235,18 @@ def execute(spec: Mapping[str, Any]) -> dict[str, Any]:
         _Drafts(core, spec["drafts"], spec.get("pattern", "a"))
     if spec.get("races"):
         runtime.set_race_detection(True)
-    workloads = [_drive(llm, core, i, load, spec.get("fault")) for i, load in enumerate(spec["workloads"])]
+    workloads = [
+        _drive(llm, core, i, load, i in spec.get("zero_state", ())) for i, load in enumerate(spec["workloads"])
+    ]
     races = [str(race) for race in runtime.races()]
     config = core.scheduler.kv_cache_config if core is not None else None
     return {
         "workloads": workloads,
         "num_gpu_blocks": config.num_blocks if config else None,
+        "kv_bytes": sum(tensor.size for tensor in config.kv_cache_tensors) if config else None,
         "groups": [len(group.layer_names) for group in config.kv_cache_groups] if config else None,
         "peak_device_bytes": llm.collective_rpc(_peak_device_bytes),
+        "captured": compilation_counter.num_cudagraph_captured,
         "races": races,
         "seconds": {"built": round(built - start, 1), "run": round(time.perf_counter() - built, 1)},
     }

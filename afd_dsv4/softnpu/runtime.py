@@ -193,6 +193,18 @@ def set_schedule(seed: int, max_delay_us: int = 200, *, starve: bool = False) ->
         _acl().softnpu_set_schedule(seed, max_delay_us)
 
 
+def set_batch_invariant(on: bool) -> bool:
+    """Make a row's bits independent of the rows it is batched with, or not; return what it was.
+
+    Holds for the tasks that run from now on: synchronise first. What is made invariant, and how:
+    ``kernels_ascendc/softnpu/aten/batch_invariant.h``. AFD_DSV4_SOFTNPU_BATCH_INVARIANT=1 turns it on from the start.
+    """
+    install()
+    import torch
+
+    return bool(torch.ops.softnpu.set_batch_invariant(on))
+
+
 def schedule_holds(seed: int, stream_id: int, task_index: int) -> bool:
     """Tell whether ``set_schedule(seed, starve=True)`` holds this task back."""
     return bool(_acl().softnpu_schedule_holds(seed, stream_id, task_index))

@@ -15,6 +15,7 @@
 #include <stdexcept>
 #include <unordered_set>
 
+#include "batch_invariant.h"
 #include "softaten.h"
 
 namespace softaten {
@@ -371,6 +372,7 @@ void queue(const Call& call, const CurrentStream& stream, const Stack& metas, St
   const OperatorHandle op = call.cpu_op;
   stream.push(call.full_name, std::move(accesses), [op, arguments, targets, sources, written, name = call.full_name] {
     c10::InferenceMode guard;
+    const BatchInvariantGuard rows;
     const auto failed = [&](const char* why) { throw std::runtime_error(name + ": " + why); };
     try {
       Stack values = *arguments;
@@ -417,6 +419,7 @@ void run_now(const Call& call, const CurrentStream& stream, Stack* stack) {
   }
   {
     c10::InferenceMode guard;
+    const BatchInvariantGuard rows;
     try {
       call.cpu_op.callBoxed(values);
     } catch (const c10::Error& e) {

@@ -1,0 +1,319 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+
+#include "batch_invariant.h"
+
+#include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/Parallel.h>
+#include <ATen/WrapDimUtils.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <omp.h>
+#include <projection.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+namespace softaten {
+namespace {
+
+using at::Tensor;
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::IValue;
+using c10::OperatorHandle;
+using torch::jit::Stack;
+
+// Nothing else in a process uses this key; of those that a thread can switch on it is the one in front of all backends.
+constexpr DispatchKey kKey = DispatchKey::TESTING_ONLY_GenericMode;
+constexpr int64_t kPadding = 256;  // a multiple of what any vectorised loop takes at once
+
+std::atomic<bool> g_on{[] {
+  const char* value = std::getenv("AFD_DSV4_SOFTNPU_BATCH_INVARIANT");
+  return value != nullptr && std::string_view(value) == "1";
+}()};
+
+enum class Kind { other, product, element, reduction, softmax, layer_norm, refused };
+
+Kind kind_of(const c10::FunctionSchema& schema) {
+  static const std::unordered_map<std::string_view, Kind> kinds = [] {
+    std::unordered_map<std::string_view, Kind> all;
+    const auto add = [&](Kind kind, std::initializer_list<const char*> names) {
+      for (const char* name : names) all.emplace(name, kind);
+    };
+    add(Kind::product, {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"});
+    add(Kind::element, {"acos",          "acosh",         "addcdiv",      "addcmul",
+                        "asin",          "asinh",         "atan",         "atan2",
+                        "atanh",         "celu",          "cos",          "cosh",
+                        "digamma",       "elu",           "erf",          "erfc",
+                        "erfinv",        "exp",           "exp2",         "expm1",
+                        "gelu",          "hypot",         "lerp",         "lgamma",
+                        "log",           "log10",         "log1p",        "log2",
+                        "logaddexp",     "logaddexp2",    "logit",        "log_sigmoid_forward",
+                        "mish",          "pow",           "reciprocal",   "rsqrt",
+                        "selu",          "sigmoid",       "silu",         "sin",
+                        "sinc",          "sinh",          "softplus",     "tan",
+                        "tanh",          "xlogy",         "rsub",         "add",
+                        "sub",           "fmod",          "remainder",    "special_xlog1py",
+                        "special_erfcx", "special_ndtri", "floor_divide", "hardswish",
+                        "hardsigmoid"});
+    add(Kind::reduction,
+        {"sum", "mean", "var", "std", "var_mean", "std_mean", "linalg_vector_norm", "norm", "prod", "nansum"});
+    add(Kind::softmax, {"_softmax", "_log_softmax"});
+    add(Kind::layer_norm, {"native_layer_norm"});
+    add(Kind::refused,
+        {"_convolution", "mkldnn_convolution", "_slow_conv2d_forward", "slow_conv3d_forward", "slow_conv_transpose2d",
+         "_scaled_dot_product_flash_attention_for_cpu", "_addmm_activation", "addbmm", "glu"});
+    return all;
+  }();
+  std::string_view name = schema.name();
+  if (name.substr(0, 6) != "aten::") return Kind::other;
+  name.remove_prefix(6);
+  auto found = kinds.find(name);
+  if (found == kinds.end() && name.back() == '_') found = kinds.find(name.substr(0, name.size() - 1));
+  return found == kinds.end() ? Kind::other : found->second;
+}
+
+// One call: its arguments, by name, and what becomes of its results.
+class Call {
+ public:
+  Call(const OperatorHandle& op, DispatchKeySet below, Stack* stack)
+      : op_(op), below_(below), stack_(stack), arguments_(op.schema().arguments()) {
+    values_ = torch::jit::pop(*stack, arguments_.size());
+  }
+
+  const std::vector<c10::Argument>& arguments() const { return arguments_; }
+  std::vector<IValue>& values() { return values_; }
+  IValue* find(const char* name) {
+    for (size_t i = 0; i < arguments_.size(); ++i)
+      if (arguments_[i].name() == name) return &values_[i];
+    return nullptr;
+  }
+  double scale(const char* name) {
+    const IValue* value = find(name);
+    return value == nullptr ? 1.0 : value->toScalar().toDouble();
+  }
+  bool writes(size_t i) const { return arguments_[i].alias_info() != nullptr && arguments_[i].alias_info()->isWrite(); }
+  bool writes() const {
+    for (size_t i = 0; i < arguments_.size(); ++i)
+      if (writes(i)) return true;
+    return false;
+  }
+
+  // The kernel itself, with the arguments as they are now.
+  Stack run() const {
+    Stack values = values_;
+    op_.redispatchBoxed(below_, &values);
+    return values;
+  }
+  void finish(Stack results) {
+    for (IValue& result : results) stack_->push_back(std::move(result));
+  }
+  // One result, in the argument that is written if there is one.
+  void finish(const Tensor& result) {
+    for (size_t i = 0; i < values_.size(); ++i) {
+      if (!writes(i)) continue;
+      const Tensor target = values_[i].toTensor();
+      if (target.sizes() != result.sizes()) target.resize_(result.sizes());
+      target.copy_(result);
+      stack_->push_back(target);
+      return;
+    }
+    stack_->push_back(result);
+  }
+
+ private:
+  const OperatorHandle& op_;
+  const DispatchKeySet below_;
+  Stack* stack_;
+  const std::vector<c10::Argument>& arguments_;
+  std::vector<IValue> values_;
+};
+
+// a [rows, depth] by b [depth, columns], fp32.
+Tensor product_of(const Tensor& a, const Tensor& b) {
+  TORCH_CHECK(a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0), "a product of ", a.sizes(), " and ", b.sizes());
+  const int64_t rows = a.size(0), columns = b.size(1), depth = a.size(1);
+  Tensor result = at::zeros({rows, columns}, a.options().dtype(at::kFloat));
+  if (result.numel() == 0 || depth == 0) return result;
+  const auto described = [](const Tensor& t) {
+    return SoftnpuTensor{t.data_ptr(), 1, SOFTNPU_FLOAT32, 2, 0, {t.size(0), t.size(1)}, {t.size(1), 1}};
+  };
+  const Tensor left = a.to(at::kFloat).contiguous(), right = b.t().to(at::kFloat).contiguous();
+  const SoftnpuTensor x = described(left), weight = described(right);
+  const softnpu::PackedWeights packed({&weight}, 1);
+  softnpu::Projector projector(packed);
+  constexpr int64_t kRows = 240;  // at once: a multiple of every register tile
+  for (int64_t first = 0; first < rows; first += kRows) {
+    const int64_t count = std::min(kRows, rows - first);
+    projector.run(x, first, count);
+    for (int64_t i = 0; i < count; ++i)
+      std::copy_n(projector.row(i), columns, result.mutable_data_ptr<float>() + (first + i) * columns);
+  }
+  return result;
+}
+
+void product(Call& call, std::string_view name) {
+  const bool added = name.find("add") != std::string_view::npos;
+  const Tensor a = call.values()[added].toTensor(), b = call.values()[added + 1].toTensor();
+  const auto type = a.scalar_type();
+  if ((type != at::kFloat && type != at::kBFloat16 && type != at::kHalf) || b.scalar_type() != type ||
+      call.find("out_dtype") != nullptr)
+    return call.finish(call.run());
+  Tensor result;
+  if (a.dim() == 3) {
+    TORCH_CHECK(b.dim() == 3 && a.size(0) == b.size(0), "a batch of products of ", a.sizes(), " and ", b.sizes());
+    result = at::empty({a.size(0), a.size(1), b.size(2)}, a.options().dtype(at::kFloat));
+    for (int64_t i = 0; i < a.size(0); ++i) result[i].copy_(product_of(a[i], b[i]));
+  } else if (b.dim() == 1) {
+    result = product_of(a.dim() == 1 ? a.unsqueeze(0) : a, b.unsqueeze(1)).squeeze(1);
+    if (a.dim() == 1) result = result.squeeze(0);
+  } else {
+    result = product_of(a, b);
+  }
+  if (added) {
+    if (call.scale("alpha") != 1) result.mul_(call.scale("alpha"));
+    if (call.scale("beta") != 0) result = result + call.values()[0].toTensor().to(at::kFloat) * call.scale("beta");
+  }
+  call.finish(result.to(type));
+}
+
+void element(Call& call, std::string_view name) {
+  auto& values = call.values();
+  const bool sum = name == "add" || name == "add_" || name == "sub" || name == "sub_" || name == "rsub";
+  if (sum && call.scale("alpha") == 1) return call.finish(call.run());  // otherwise fused, or not, with a product
+  const std::vector<IValue> originals = values;
+  std::vector<int64_t> shape;
+  const auto is_out = [&](size_t i) { return call.writes(i) && call.arguments()[i].kwarg_only(); };
+  for (size_t i = 0; i < values.size(); ++i)
+    if (values[i].isTensor() && values[i].toTensor().defined() && !is_out(i))
+      shape = at::infer_size(shape, values[i].toTensor().sizes());
+  const int64_t count = c10::multiply_integers(shape), padded = (count + kPadding - 1) / kPadding * kPadding;
+  if (shape.empty() || count == 0) return call.finish(call.run());
+  const auto front = [&](const Tensor& t) { return t.narrow(0, 0, count).view(shape); };
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (!values[i].isTensor() || !values[i].toTensor().defined()) continue;
+    const Tensor t = values[i].toTensor();
+    if (t.dim() == 0 && !call.writes(i)) continue;  // a scalar
+    const Tensor copy = at::zeros({padded}, t.options());
+    if (!is_out(i)) front(copy).copy_(t);
+    values[i] = copy;
+  }
+  Stack results = call.run();
+  for (IValue& result : results) {
+    const Tensor found = result.toTensor();
+    result = found.numel() == padded ? front(found) : found;
+    for (size_t i = 0; i < values.size(); ++i) {
+      if (!call.writes(i) || !values[i].toTensor().is_same(found)) continue;
+      const Tensor target = originals[i].toTensor();
+      if (target.sizes() != at::IntArrayRef(shape)) target.resize_(shape);
+      target.copy_(front(found));
+      result = target;
+    }
+  }
+  call.finish(std::move(results));
+}
+
+// With one row alone a kernel may see one dimension less, and take another way.
+Tensor two_rows(const Tensor& t) { return t.size(0) == 1 ? t.repeat({2, 1}) : t.contiguous(); }
+
+void reduction(Call& call) {
+  auto& values = call.values();
+  IValue* const dim = call.find("dim");
+  const Tensor self = values[0].toTensor();
+  const std::vector<int64_t> given = dim == nullptr || dim->isNone() ? std::vector<int64_t>{}
+                                     : dim->isInt()                  ? std::vector<int64_t>{dim->toInt()}
+                                                                     : dim->toIntVector();
+  if (given.empty() || self.dim() == 0 || self.numel() == 0 || !self.is_floating_point() || call.writes())
+    return call.finish(call.run());
+  IValue* const keep = call.find("keepdim");
+  const bool keeps = keep != nullptr && keep->toBool();
+  std::vector<bool> reduced(self.dim());
+  for (int64_t d : given) reduced[at::maybe_wrap_dim(d, self.dim())] = true;
+  std::vector<int64_t> order, shape, last;
+  int64_t width = 1;
+  for (int64_t d = 0; d < self.dim(); ++d) {
+    if (reduced[d]) last.push_back(d), width *= self.size(d);
+    if (!reduced[d]) order.push_back(d);
+    if (!reduced[d] || keeps) shape.push_back(reduced[d] ? 1 : self.size(d));
+  }
+  order.insert(order.end(), last.begin(), last.end());
+  const int64_t rows = self.numel() / width;
+  values[0] = two_rows(self.permute(order).reshape({rows, width}));
+  *dim = dim->isInt() ? IValue(int64_t{1}) : IValue(std::vector<int64_t>{1});
+  if (keep != nullptr) *keep = false;
+  Stack results = call.run();
+  for (IValue& result : results) result = result.toTensor().narrow(0, 0, rows).reshape(shape);
+  call.finish(std::move(results));
+}
+
+void softmax(Call& call) {
+  auto& values = call.values();
+  const Tensor self = values[0].toTensor();
+  if (self.dim() == 0 || self.numel() == 0 || call.writes()) return call.finish(call.run());
+  const int64_t dim = values[1].toInt();
+  const Tensor moved = self.movedim(dim, -1);
+  const int64_t width = moved.size(-1);
+  values[0] = two_rows(moved.reshape({-1, width}));
+  values[1] = int64_t{1};
+  const Tensor result = call.run()[0].toTensor().narrow(0, 0, self.numel() / width);
+  call.finish(result.reshape(moved.sizes()).movedim(-1, dim));
+}
+
+void invariant(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kKey);
+  const Kind kind = kind_of(op.schema());
+  if (kind == Kind::other) return op.redispatchBoxed(below, stack);  // what it calls comes here by itself
+  c10::impl::ExcludeDispatchKeyGuard within(kKey);
+  Call call(op, below, stack);
+  std::string_view name = op.schema().name();
+  name.remove_prefix(6);
+  switch (kind) {
+    case Kind::product:
+      return product(call, name);
+    case Kind::element:
+      return element(call, name);
+    case Kind::reduction:
+      return reduction(call);
+    case Kind::softmax:
+      return softmax(call);
+    case Kind::layer_norm:
+      call.values()[0] = call.values()[0].toTensor().contiguous();
+      return call.finish(call.run());
+    default:
+      TORCH_CHECK(false, op.schema().name(), " has no batch-invariant form; turn the mode off, or do without");
+  }
+}
+
+}  // namespace
+
+bool batch_invariant() { return g_on; }
+bool set_batch_invariant(bool on) { return g_on.exchange(on); }
+
+BatchInvariantGuard::BatchInvariantGuard() {
+  if (!g_on) return;
+  calls_.emplace(kKey);
+  threads_ = at::get_num_threads();  // torch sets it when it is first asked for, on every thread
+  omp_set_num_threads(1);
+}
+
+BatchInvariantGuard::~BatchInvariantGuard() {
+  if (threads_ > 0) omp_set_num_threads(threads_);
+}
+
+}  // namespace softaten
+
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&softaten::invariant>());
+}
+
+TORCH_LIBRARY_FRAGMENT(softnpu, m) {
+  m.def("batch_invariant() -> bool", &softaten::batch_invariant);
+  m.def("set_batch_invariant(bool on) -> bool", &softaten::set_batch_invariant);
+}

@@ -29,6 +29,9 @@ from vllm_ascend.utils import extract_dsv4_layer_index
 from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
 from afd_dsv4.compat.adapters.vllm_0_23_0_ascend_0_23_0.launches import Launches, captured_chunks
+from afd_dsv4.compat.contract import verify
+from afd_dsv4.compat.patch import Patch, PatchSet
+from afd_dsv4.compat.stack import installed
 from afd_dsv4.compressor.stock import StockRuntime
 from afd_dsv4.config import Settings, read
 from afd_dsv4.execution.step import Steps
@@ -36,7 +39,6 @@ from afd_dsv4.geometry import CompressorKind, ModelGeometry, from_hf_config, pag
 from afd_dsv4.tail.tables import RequestChunk
 
 STACK = "vllm-ascend-0.23.0"
-_operators: Any = torch.ops._C_ascend  # where all call sites look the operator up, by name
 
 
 class _Replay:
@@ -77,13 +79,26 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
                 f"they must agree"
             )
         self._steps = Steps()
-        self.launches = Launches(_operators.compressor, places.values(), self.device)
+        operators: Any = torch.ops._C_ascend
+        self.launches = launches = Launches(operators.compressor, places.values(), self.device)
         self.tails = self._allocate(geometry, settings, self.launches)
         self._stand_ins = dict.fromkeys(layers, self.launches.metadata)
         for name, layer in layers.items():
             layer.kv_cache = [self.launches.states[places[name]]]
         self.model_memory_usage += self.tail_bytes
-        _operators.compressor = self.launches
+        self._patches = PatchSet(
+            "the compressor operator",
+            [
+                Patch(
+                    target="torch:ops._C_ascend.compressor",
+                    make=lambda _operator: launches,
+                    reason="four call sites inside attention/dsa_v1.py pass the paged state, its table and starts",
+                    removal="a vllm-ascend that calls it in one place that can be overridden (its main branch has "
+                    "Compressor.forward), or that bounds the state itself (vllm-project/vllm-ascend#15452)",
+                )
+            ],
+        )
+        self._patches.apply(verify(installed()))
         logger.info("afd-dsv4: %d compressors keep their tails in %d bytes", len(layers), self.tail_bytes)
 
     @property
@@ -114,11 +129,11 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
 
     def close_tails(self, drain_s: float = 10.0) -> None:
         """Give the operator its name back and end the runtime. Does nothing if no model was loaded."""
-        launches, tails = self.launches, self.tails
-        if launches is None or tails is None:
+        tails = self.tails
+        if tails is None:
             return
-        if _operators.compressor is launches:
-            _operators.compressor = launches.operator
+        for place in self._patches.undo():
+            logger.warning("afd-dsv4: %s", place)
         if not tails.arena.closed and (lost := tails.close(drain_s)):
             logger.warning("afd-dsv4: %d leases are in doubt at shutdown: %s", len(lost), lost)
 

@@ -3,7 +3,7 @@
 """vllm-ascend's worker with our runner in place of its own, and the KV memory that the tails leave.
 
 Problem: `NPUWorker.init_device` names its runner's class itself, and an explicit KV size is not measured but taken.
-Way: the name is rebound while `init_device` runs, and only then. Tails are allocated when the model is loaded, so that
+Way: the name is patched while `init_device` runs, and only then. Tails are allocated when the model is loaded, so that
 a measured KV size is right by itself; an explicit one (`--kv-cache-memory`) is less by their bytes, because natively it
 holds the compressors' states too.
 Not here: `num_gpu_blocks_override`, which counts blocks and not bytes: the tails come on top of those.
@@ -11,10 +11,32 @@ Not here: `num_gpu_blocks_override`, which counts blocks and not bytes: the tail
 
 from __future__ import annotations
 
-from vllm_ascend.worker import worker
+from functools import partial
+from typing import Final
+
 from vllm_ascend.worker.worker import NPUWorker
 
 from afd_dsv4.compat.adapters.vllm_0_23_0_ascend_0_23_0.runner import AfdDsv4Runner
+from afd_dsv4.compat.contract import verify
+from afd_dsv4.compat.patch import Patch, PatchSet
+from afd_dsv4.compat.stack import installed
+
+_RUNNER: Final = PatchSet(
+    "the worker's runner",
+    [
+        Patch(
+            target="vllm_ascend.worker.worker:NPUModelRunner",
+            # An object of its own, not the class: undoing gives every module that holds it the original.
+            make=lambda _native: partial(AfdDsv4Runner),
+            reason="NPUWorker.init_device makes its runner itself, and takes no class to make it of",
+            removal="a vllm-ascend whose worker can be told its runner's class",
+            leave=(
+                "vllm_ascend.worker.model_runner_v1:NPUModelRunner",
+                f"{AfdDsv4Runner.__module__}:NPUModelRunner",
+            ),
+        )
+    ],
+)
 
 
 class AfdDsv4Worker(NPUWorker):  # type: ignore[misc]  # untyped
@@ -22,12 +44,11 @@ class AfdDsv4Worker(NPUWorker):  # type: ignore[misc]  # untyped
 
     def init_device(self) -> None:
         """Make the device ready, and a runner of our class."""
-        native = worker.NPUModelRunner
-        worker.NPUModelRunner = AfdDsv4Runner
+        _RUNNER.apply(verify(installed()))
         try:
             super().init_device()
         finally:
-            worker.NPUModelRunner = native
+            _RUNNER.undo()
         if not isinstance(self.model_runner, AfdDsv4Runner):
             raise RuntimeError(
                 f"the worker made a {type(self.model_runner).__name__}; the plugin needs the first model runner "

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""The plugin in the real engine: vLLM 0.23.0 with vllm-ascend 0.23.0 serves the same tokens with tails as without.
+
+Native and plugin run in fresh processes, with the same workloads and, where memory is no limit, the same schedule; then
+tokens and logprobs must be the same numbers. vllm-ascend's second stream is off here: with it (its default) native runs
+differ among themselves, because `AscendDSAImpl.cv_indexer_select_qli` frees a tensor that its second stream still
+reads; the race detector names the two operators.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from afd_dsv4.geometry import ModelGeometry, page_layout
+from afd_dsv4.softnpu import checkpoint, engine
+from afd_dsv4.workspace.sizing import size_workspace
+
+pytestmark = [pytest.mark.npu, pytest.mark.vllm_runtime, pytest.mark.slow]
+
+MODEL = checkpoint.Geometry(mtp=True)
+BLOCK_SIZE = 32
+BLOCK_BYTES = 4160 + 32768  # one layer of each ratio: one indexer page and one other
+LENGTHS = (1, 3, 4, 5, 127, 128, 129, 131, 256, 260)  # about the windows' ends
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Run workloads in a fresh engine, with the plugin or without."""
+    folder = checkpoint.write(tmp_path_factory.mktemp("dsv4"), MODEL)
+
+    def run(workloads: Any, *, plugin: bool, spec: Any = None, **arguments: Any) -> dict[str, Any]:
+        additional = {"multistream_dsv4_dsa_overlap": False}
+        if plugin:
+            additional["afd_dsv4"] = {"mode": "colocated"}  # type: ignore[assignment]
+        described = {
+            "checkpoint": str(folder),
+            "engine": {"block_size": BLOCK_SIZE, "additional_config": additional, **arguments},
+            "workloads": workloads,
+            **(spec or {}),
+        }
+        return engine.run(described, {"SOFTNPU_WAIVE": ",".join(MODEL.waivers)}, timeout_s=280)
+
+    return run
+
+
+def prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(2, MODEL.vocabulary) for _ in range(length)]
+
+
+def workload(seed: int, requests: int = 6, *, longest: int = 300, answer: int = 12, aborts: bool = False) -> list[Any]:
+    """Requests that arrive one by one; half of them with a length about a window's end."""
+    rng = random.Random(seed)
+    found = []
+    for i in range(requests):
+        length = rng.choice([rng.randint(1, longest), rng.choice(LENGTHS)])
+        request = {"id": f"r{i}", "prompt": prompt(rng, length), "max_tokens": rng.randint(1, answer)}
+        request["arrive"] = rng.randrange(6)
+        if aborts and rng.random() < 0.4:
+            request["abort"] = rng.randrange(3, 14)
+        found.append(request)
+    return found
+
+
+def answers(result: dict[str, Any]) -> list[Any]:
+    return [(load["steps"], load["tokens"], load["logprobs"]) for load in result["workloads"]]
+
+
+CHUNKS = {"max_num_batched_tokens": 64}
+LOADS = [workload(seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def eager(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`LOADS` in eager mode, natively and with the plugin."""
+    native, ours = (run(LOADS, plugin=plugin, **CHUNKS) for plugin in (False, True))
+    return native, ours
+
+
+def test_tokens_are_native_ones_in_eager_mode_and_fewer_groups_are_left(eager: Any) -> None:
+    native, ours = eager
+    assert answers(ours) == answers(native)
+    assert [len(load["tokens"]) for load in ours["workloads"]] == [6, 6]
+    # Two compressors of the C4 layer and one of the C128 layer are gone, and the groups that they had.
+    assert sum(native["groups"]) - sum(ours["groups"]) == 3
+    assert len(native["groups"]) - len(ours["groups"]) == 2
+
+
+def test_tokens_are_native_ones_with_graphs_aborts_and_asynchronous_scheduling(run: Run) -> None:
+    loads = [workload(seed, answer=20, aborts=True) for seed in (10, 11)]
+    how = {"async_scheduling": True, "enforce_eager": False, "compilation_config": GRAPHS, **CHUNKS}
+    native, ours = (run(loads, plugin=plugin, **how) for plugin in (False, True))
+    assert answers(ours) == answers(native)
+
+
+def test_tokens_are_native_ones_with_drafts_of_every_accept_length(run: Run, eager: Any) -> None:
+    expected = eager[0]["workloads"][0]["tokens"]
+    spec = {"drafts": expected, "pattern": "aaraaarrar"}
+    how = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}, "spec": spec, **CHUNKS}
+    native, ours = (run(LOADS[:1], plugin=plugin, **how) for plugin in (False, True))
+    assert answers(ours) == answers(native)
+    assert ours["workloads"][0]["steps"] < eager[0]["workloads"][0]["steps"]  # some were accepted
+
+
+def test_prompts_that_wait_natively_run_together_in_the_same_memory(run: Run) -> None:
+    rng = random.Random(9)
+    load = [{"id": f"r{i}", "prompt": prompt(rng, 300), "max_tokens": 2} for i in range(3)]
+    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 1024}
+    geometry = ModelGeometry("small", MODEL.hidden, len(MODEL.ratios), MODEL.ratios)
+    taken = size_workspace(geometry, page_layout("vllm-ascend-0.23.0", BLOCK_SIZE), **limits).device_bytes
+    limits["max_model_len"] = 400
+    blocks = 450
+    native = run([load], plugin=False, num_gpu_blocks_override=blocks, **limits)
+    ours = run([load], plugin=True, num_gpu_blocks_override=blocks - -(-taken // BLOCK_BYTES), **limits)
+    waits = [max(step["capacity"] for step in result["workloads"][0]["waiting"]) for result in (native, ours)]
+    assert waits[0] > 0
+    assert waits[1] == 0
+    assert ours["workloads"][0]["tokens"].keys() == {"r0", "r1", "r2"}
+
+
+LOSSY = """
+import sys, torch
+from afd_dsv4.compressor import stock
+true = stock.call_operator
+def lossy(x, weights, kind, state, table, *rest, **named):
+    return true(x, weights, kind, state, torch.zeros_like(table), *rest, **named)
+stock.call_operator = lossy
+from afd_dsv4.softnpu import engine
+sys.exit(engine.main(sys.argv[1:]))
+"""
+
+
+def test_tails_that_are_never_written_change_tokens(
+    run: Run, eager: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Negative control: the comparison sees a plugin that loses rows."""
+
+    def lossy(spec: Any, environment: Any, timeout_s: float) -> dict[str, Any]:
+        path = tmp_path / "spec.json"
+        path.write_text(json.dumps(spec))
+        command = [sys.executable, "-m", "afd_dsv4.softnpu", "--", sys.executable, "-c", LOSSY, str(path)]
+        env = {**engine.QUIET, **os.environ, **environment}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=env)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+    monkeypatch.setattr(engine, "run", lossy)
+    wrong = run(LOADS, plugin=True, **CHUNKS)["workloads"]
+    right = eager[1]["workloads"]
+    assert [load["steps"] for load in wrong] == [load["steps"] for load in right]
+    assert [load["tokens"] for load in wrong] != [load["tokens"] for load in right]

@@ -411,6 +411,14 @@ def test_no_operator_keeps_a_kernel_that_would_need_the_device() -> None:
     assert "aten::_local_scalar_dense" in unlisted, "the search must see a kernel of torch_npu that no list excuses"
 
 
+def test_zeros_ignore_pin_memory_as_torch_npu_does_and_empty_refuses_it() -> None:
+    found = torch.zeros((2, 3), dtype=torch.int32, device="npu", pin_memory=True)
+    assert found.device.type == "npu"
+    assert found.tolist() == [[0] * 3] * 2
+    with pytest.raises(RuntimeError, match="Only dense CPU tensors can be pinned"):
+        torch.empty(2, device="npu", pin_memory=True)
+
+
 @pytest.mark.slow
 def test_a_transformers_model_generates_the_tokens_of_the_cpu() -> None:
     transformers = pytest.importorskip("transformers")

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""The real engine on the software NPU, without the plugin: vllm.LLM over vllm-ascend over torch_npu.
+
+Each engine is a process of its own and runs several workloads; the engines are started two at a time. Tokens are those
+of a model with random weights: what is compared is the engine with itself. Not shown: tokens of another stack.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from afd_dsv4.softnpu import engine
+from afd_dsv4.softnpu.checkpoint import Geometry, write
+
+pytestmark = [pytest.mark.npu, pytest.mark.vllm_runtime, pytest.mark.slow]
+
+Engine = dict[str, Any]
+MTP = Geometry(mtp=True)
+PROMPT = [(7 * i) % 120 + 2 for i in range(300)]
+LONG = [{"id": "long", "prompt": PROMPT, "max_tokens": 24}]
+#: One request alone, then three that share the steps; the short one ends while the others go on.
+MIXED = [
+    {"id": "long", "prompt": PROMPT, "max_tokens": 12},
+    {"id": "short", "prompt": [5, 6, 7], "max_tokens": 6},
+    {"id": "late", "prompt": [(11 * i) % 120 + 2 for i in range(130)], "max_tokens": 8, "arrive": 2},
+]
+#: Admitted with little, then growing past the pool of CHUNKED.
+CROWD = [{"id": str(k), "prompt": [(k * i) % 120 + 2 for i in range(10)], "max_tokens": 30} for k in range(3, 11)]
+ABORTED = [
+    {"id": "kept", "prompt": PROMPT[:40], "max_tokens": 6},
+    {"id": "gone", "prompt": PROMPT[:90], "max_tokens": 30, "abort": 4},
+]
+SPECULATIVE = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+GRAPHS = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]},
+}
+CHUNKED = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 400, "num_gpu_blocks_override": 96}
+
+
+def tokens(run: Engine, workload: int) -> Any:
+    return run["workloads"][workload]["tokens"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("dsv4"), MTP)
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> Engine:
+    return start(checkpoint, {}, [LONG, LONG, MIXED, ABORTED])
+
+
+def start(checkpoint: Path, arguments: dict[str, Any], workloads: list[Any], **more: Any) -> Engine:
+    spec = {"checkpoint": str(checkpoint), "engine": arguments, "workloads": workloads, **more}
+    return engine.run(spec, {"SOFTNPU_WAIVE": ",".join(MTP.waivers)})
+
+
+@pytest.fixture(scope="module")
+def others(checkpoint: Path, plain: Engine) -> dict[str, Engine]:
+    expected = {"long": tokens(plain, 0)["long"]}
+    calls: dict[str, tuple[dict[str, Any], list[Any], dict[str, Any]]] = {
+        "chunked": (CHUNKED, [LONG, LONG, CROWD], {"zero_state": [1]}),
+        "async": ({"async_scheduling": True}, [LONG, MIXED, ABORTED], {}),
+        "mtp": (SPECULATIVE, [LONG], {"drafts": expected, "pattern": "aar"}),
+        "graphs": (GRAPHS, [LONG, MIXED], {}),
+    }
+    with ThreadPoolExecutor(2) as pool:
+        runs = {name: pool.submit(start, checkpoint, a, w, **more) for name, (a, w, more) in calls.items()}
+        done = {name: future.result() for name, future in runs.items()}
+    # Two processes of its own, so not beside another.
+    return {**done, "two ranks": start(checkpoint, {"tensor_parallel_size": 2}, [[{**LONG[0], "max_tokens": 8}]])}
+
+
+def test_every_request_gets_its_tokens_and_the_pool_is_empty_after_it(plain: Engine) -> None:
+    wanted = {"long": 12, "short": 6, "late": 8}
+    assert {name: len(row) for name, row in tokens(plain, 2).items()} == wanted
+    for workload in plain["workloads"]:
+        assert not workload["stuck"]
+        assert workload["usage"][-1] == 0 < max(workload["usage"])
+        assert workload["tokens"].keys() == workload["logprobs"].keys()
+    assert plain["peak_device_bytes"][0] > plain["kv_bytes"] > 0
+
+
+def test_two_runs_give_the_same_tokens_and_logprobs(plain: Engine) -> None:
+    first, second = plain["workloads"][:2]
+    assert (first["tokens"], first["logprobs"]) == (second["tokens"], second["logprobs"])
+    assert len(set(first["tokens"]["long"])) > 5, "a model that always says the same would show nothing"
+
+
+def test_an_aborted_request_ends_and_leaves_its_neighbour_alone(plain: Engine) -> None:
+    aborted = plain["workloads"][3]
+    assert len(aborted["tokens"]["kept"]) == 6
+    assert len(aborted["tokens"].get("gone", [])) < 30
+    assert aborted["usage"][-1] == 0
+
+
+def test_small_chunks_give_the_same_tokens(plain: Engine, others: dict[str, Engine]) -> None:
+    chunked = others["chunked"]["workloads"][0]
+    assert max(chunked["scheduled"]) == 64 < max(plain["workloads"][0]["scheduled"])
+    assert chunked["tokens"] == tokens(plain, 0)
+
+
+def test_the_loss_of_the_compressors_state_between_chunks_is_seen(others: dict[str, Engine]) -> None:
+    kept, lost, _ = others["chunked"]["workloads"]
+    assert lost["zeroed"] > 0 == kept["zeroed"]
+    assert lost["tokens"] != kept["tokens"]
+
+
+def test_a_small_pool_preempts_and_every_request_still_ends(others: dict[str, Engine]) -> None:
+    crowd = others["chunked"]["workloads"][2]
+    assert crowd["preemptions"] > 0
+    assert max(reasons["capacity"] for reasons in crowd["waiting"]) > 0
+    assert {len(row) for row in crowd["tokens"].values()} == {30}
+    assert not crowd["stuck"]
+
+
+def test_asynchronous_scheduling_gives_the_same_tokens(plain: Engine, others: dict[str, Engine]) -> None:
+    assert tokens(others["async"], 0) == tokens(plain, 0)
+    assert tokens(others["async"], 1)["short"] == tokens(plain, 2)["short"]
+    assert tokens(others["async"], 2)["kept"] == tokens(plain, 3)["kept"]
+
+
+def test_drafts_accepted_and_rejected_give_the_same_tokens_in_fewer_steps(
+    plain: Engine, others: dict[str, Engine]
+) -> None:
+    assert tokens(others["mtp"], 0) == tokens(plain, 0)
+    assert others["mtp"]["workloads"][0]["steps"] < plain["workloads"][0]["steps"]
+    assert 2 in others["mtp"]["workloads"][0]["scheduled"]
+
+
+def test_graphs_give_the_tokens_of_eager_steps(plain: Engine, others: dict[str, Engine]) -> None:
+    assert others["graphs"]["captured"] > 0 == plain["captured"]
+    assert tokens(others["graphs"], 0) == tokens(plain, 0)
+    assert tokens(others["graphs"], 1) == tokens(plain, 2)
+
+
+def test_two_ranks_are_near_to_one_rank(plain: Engine, others: dict[str, Engine]) -> None:
+    found, wanted = others["two ranks"]["workloads"][0], plain["workloads"][0]
+    assert len(found["tokens"]["long"]) == 8
+    # Partial sums of two ranks round differently (a repetition in the same engine was seen to differ by 0.014, for a
+    # reason not yet known); a wrong or missing half would be off by far more. So no more than the first is compared.
+    assert found["tokens"]["long"][0] == wanted["tokens"]["long"][0]
+    assert abs(found["logprobs"]["long"][0] - wanted["logprobs"]["long"][0]) < 0.1
+    assert len(others["two ranks"]["peak_device_bytes"]) == 2

@@ -8,8 +8,8 @@
 #include <ATen/Parallel.h>
 #include <ATen/WrapDimUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <kernels.h>
 #include <omp.h>
-#include <projection.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -30,7 +30,8 @@ using c10::IValue;
 using c10::OperatorHandle;
 using torch::jit::Stack;
 
-// Nothing else in a process uses this key; of those that a thread can switch on it is the one in front of all backends.
+// Nothing else in a process uses this key; of those that a thread can switch on
+// it is the one in front of all backends.
 constexpr DispatchKey kKey = DispatchKey::TESTING_ONLY_GenericMode;
 constexpr int64_t kPadding = 256;  // a multiple of what any vectorised loop takes at once
 
@@ -136,26 +137,57 @@ class Call {
   std::vector<IValue> values_;
 };
 
-// a [rows, depth] by b [depth, columns], fp32.
-Tensor product_of(const Tensor& a, const Tensor& b) {
-  TORCH_CHECK(a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0), "a product of ", a.sizes(), " and ", b.sizes());
-  const int64_t rows = a.size(0), columns = b.size(1), depth = a.size(1);
-  Tensor result = at::zeros({rows, columns}, a.options().dtype(at::kFloat));
-  if (result.numel() == 0 || depth == 0) return result;
-  const auto described = [](const Tensor& t) {
-    return SoftnpuTensor{t.data_ptr(), 1, SOFTNPU_FLOAT32, 2, 0, {t.size(0), t.size(1)}, {t.size(1), 1}};
-  };
-  const Tensor left = a.to(at::kFloat).contiguous(), right = b.t().to(at::kFloat).contiguous();
-  const SoftnpuTensor x = described(left), weight = described(right);
-  const softnpu::PackedWeights packed({&weight}, 1);
-  softnpu::Projector projector(packed);
-  constexpr int64_t kRows = 240;  // at once: a multiple of every register tile
-  for (int64_t first = 0; first < rows; first += kRows) {
-    const int64_t count = std::min(kRows, rows - first);
-    projector.run(x, first, count);
-    for (int64_t i = 0; i < count; ++i)
-      std::copy_n(projector.row(i), columns, result.mutable_data_ptr<float>() + (first + i) * columns);
+// a [rows, depth] by b [depth, columns] to out [rows, columns], fp32, with the
+// register tile of the projection. b is packed panel by panel while it is used:
+// most products here have few rows.
+void multiply(const Tensor& a, const Tensor& b, float* out) {
+  const softnpu::ProjectionKernel& kernel = softnpu::projection_kernel();
+  const int64_t rows = a.size(0), depth = a.size(1), columns = b.size(1), width = kernel.columns;
+  const int64_t groups = (rows + kernel.rows - 1) / kernel.rows;
+  const float *left = a.const_data_ptr<float>(), *right = b.const_data_ptr<float>();
+  const int64_t down = b.stride(0), across = b.stride(1);
+  std::vector<float> packed(groups * kernel.rows * std::min(depth, softnpu::kDepthBlock));
+  std::vector<float> panel(width * std::min(depth, softnpu::kDepthBlock)), sums(groups * kernel.rows * width);
+  for (int64_t column = 0; column < columns; column += width) {
+    const int64_t count = std::min(width, columns - column);
+    std::fill(sums.begin(), sums.end(), 0.0f);
+    for (int64_t begin = 0; begin < depth; begin += softnpu::kDepthBlock) {
+      const int64_t length = std::min(softnpu::kDepthBlock, depth - begin);
+      if (column == 0 || depth > softnpu::kDepthBlock)
+        for (int64_t i = 0; i < groups * kernel.rows; ++i) {
+          float* to = packed.data() + i / kernel.rows * kernel.rows * length + i % kernel.rows;
+          for (int64_t k = 0; k < length; ++k)
+            to[k * kernel.rows] = i < rows ? left[i * a.stride(0) + (begin + k) * a.stride(1)] : 0.0f;
+        }
+      if (count < width) std::fill(panel.begin(), panel.end(), 0.0f);
+      const float* from = right + begin * down + column * across;
+      constexpr int64_t kStep = 8;  // of a matrix with contiguous columns, so
+                                    // that neither side is left for long
+      for (int64_t first = 0; first < length; first += kStep)
+        for (int64_t j = 0; j < count; ++j)
+          for (int64_t k = first; k < std::min(first + kStep, length); ++k)
+            panel[k * width + j] = from[k * down + j * across];
+      for (int64_t group = 0; group < groups; ++group)
+        kernel.tile(packed.data() + group * kernel.rows * length, panel.data(),
+                    sums.data() + group * kernel.rows * width, width, length);
+    }
+    for (int64_t i = 0; i < rows; ++i) std::copy_n(sums.data() + i * width, count, out + i * columns + column);
   }
+}
+
+// The product of two matrices, or of two batches of them.
+Tensor product_of(const Tensor& a, const Tensor& b) {
+  TORCH_CHECK(
+      a.dim() == b.dim() && (a.dim() == 2 || (a.dim() == 3 && a.size(0) == b.size(0))) && a.size(-1) == b.size(-2),
+      "a product of ", a.sizes(), " and ", b.sizes());
+  std::vector<int64_t> shape = a.sizes().vec();
+  shape.back() = b.size(-1);
+  Tensor result = at::empty(shape, a.options().dtype(at::kFloat));
+  const Tensor left = a.to(at::kFloat), right = b.to(at::kFloat);
+  const int64_t size = result.size(-2) * result.size(-1);
+  if (a.dim() == 2) multiply(left, right, result.mutable_data_ptr<float>());
+  for (int64_t i = 0; a.dim() == 3 && i < a.size(0); ++i)
+    multiply(left[i], right[i], result.mutable_data_ptr<float>() + i * size);
   return result;
 }
 
@@ -167,11 +199,7 @@ void product(Call& call, std::string_view name) {
       call.find("out_dtype") != nullptr)
     return call.finish(call.run());
   Tensor result;
-  if (a.dim() == 3) {
-    TORCH_CHECK(b.dim() == 3 && a.size(0) == b.size(0), "a batch of products of ", a.sizes(), " and ", b.sizes());
-    result = at::empty({a.size(0), a.size(1), b.size(2)}, a.options().dtype(at::kFloat));
-    for (int64_t i = 0; i < a.size(0); ++i) result[i].copy_(product_of(a[i], b[i]));
-  } else if (b.dim() == 1) {
+  if (b.dim() == 1) {
     result = product_of(a.dim() == 1 ? a.unsqueeze(0) : a, b.unsqueeze(1)).squeeze(1);
     if (a.dim() == 1) result = result.squeeze(0);
   } else {
@@ -269,7 +297,8 @@ void softmax(Call& call) {
 void invariant(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kKey);
   const Kind kind = kind_of(op.schema());
-  if (kind == Kind::other) return op.redispatchBoxed(below, stack);  // what it calls comes here by itself
+  if (kind == Kind::other) return op.redispatchBoxed(below,
+                                                     stack);  // what it calls comes here by itself
   c10::impl::ExcludeDispatchKeyGuard within(kKey);
   Call call(op, below, stack);
   std::string_view name = op.schema().name();
@@ -299,7 +328,8 @@ bool set_batch_invariant(bool on) { return g_on.exchange(on); }
 BatchInvariantGuard::BatchInvariantGuard() {
   if (!g_on) return;
   calls_.emplace(kKey);
-  threads_ = at::get_num_threads();  // torch sets it when it is first asked for, on every thread
+  threads_ = at::get_num_threads();  // torch sets it when it is first asked for,
+                                     // on every thread
   omp_set_num_threads(1);
 }
 

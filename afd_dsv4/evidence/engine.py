@@ -66,7 +66,7 @@ class Configuration:
         answer: most new tokens of a request.
         aborts: whether requests are aborted.
         drafts: which drafts are to be accepted, "a" or "r" by position; None for no speculation.
-        preempts: whether both engines must have preempted, or the configuration proves nothing.
+        preempts: whether the plugin's engine must have preempted, or the configuration proves nothing.
     """
 
     name: str
@@ -96,10 +96,17 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration("requests aborted", {"max_num_batched_tokens": 128}, aborts=True),
     Configuration(
         "requests preempted",
-        {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 28, "max_model_len": 512},
-        {"num_gpu_blocks_override": 110},
-        longest=380,
-        answer=24,
+        {
+            "max_num_batched_tokens": 128,
+            "block_size": 32,
+            "max_model_len": 256,
+            "max_num_seqs": 6,
+            "num_gpu_blocks_override": 40,
+        },
+        {"num_gpu_blocks_override": 1500},
+        requests=10,
+        longest=160,
+        answer=48,
         preempts=True,
     ),
     Configuration("asynchronous scheduling", {"max_num_batched_tokens": 256, "async_scheduling": True}),
@@ -171,8 +178,8 @@ def compare(
     found = Compared(configuration.name, len(loads))
     ran = [sum(load["preemptions"] for load in result["workloads"]) for result in (native, plugin)]
     found.preemptions = ran[0], ran[1]
-    if configuration.preempts and min(ran) == 0:
-        found.problems.append(f"nothing was preempted in one of the engines ({ran[0]} and {ran[1]} times)")
+    if configuration.preempts and ran[1] == 0:
+        found.problems.append("nothing was preempted in the plugin's engine")
     if len(plugin["groups"]) >= len(native["groups"]):
         found.problems.append(f"KV groups {plugin['groups']} with the plugin, {native['groups']} natively: it was off")
     for load, one, other in zip(loads, native["workloads"], plugin["workloads"], strict=True):

@@ -3,7 +3,8 @@
 """The real engine on the software NPU, without the plugin: vllm.LLM over vllm-ascend over torch_npu.
 
 Each engine is a process of its own and runs several workloads; the engines are started two at a time. Tokens are those
-of a model with random weights: what is compared is the engine with itself. Not shown: tokens of another stack.
+of a model with random weights: what is compared is the engine with itself. Not shown: tokens of another stack, and
+more than one rank.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def plain(checkpoint: Path) -> Engine:
 
 
 def start(checkpoint: Path, arguments: dict[str, Any], workloads: list[Any], **more: Any) -> Engine:
-    spec = {"checkpoint": str(checkpoint), "engine": arguments, "workloads": workloads, **more}
+    # With the second stream, its default, vllm-ascend 0.23.0 frees a tensor that is still read, and runs differ.
+    one_stream = {"additional_config": {"multistream_dsv4_dsa_overlap": False}}
+    spec = {"checkpoint": str(checkpoint), "engine": {**one_stream, **arguments}, "workloads": workloads, **more}
     return engine.run(spec, {"SOFTNPU_WAIVE": ",".join(MTP.waivers)})
 
 
@@ -73,9 +76,7 @@ def others(checkpoint: Path, plain: Engine) -> dict[str, Engine]:
     }
     with ThreadPoolExecutor(2) as pool:
         runs = {name: pool.submit(start, checkpoint, a, w, **more) for name, (a, w, more) in calls.items()}
-        done = {name: future.result() for name, future in runs.items()}
-    # Two processes of its own, so not beside another.
-    return {**done, "two ranks": start(checkpoint, {"tensor_parallel_size": 2}, [[{**LONG[0], "max_tokens": 8}]])}
+        return {name: future.result() for name, future in runs.items()}
 
 
 def test_every_request_gets_its_tokens_and_the_pool_is_empty_after_it(plain: Engine) -> None:
@@ -139,13 +140,3 @@ def test_graphs_give_the_tokens_of_eager_steps(plain: Engine, others: dict[str, 
     assert others["graphs"]["captured"] > 0 == plain["captured"]
     assert tokens(others["graphs"], 0) == tokens(plain, 0)
     assert tokens(others["graphs"], 1) == tokens(plain, 2)
-
-
-def test_two_ranks_are_near_to_one_rank(plain: Engine, others: dict[str, Engine]) -> None:
-    found, wanted = others["two ranks"]["workloads"][0], plain["workloads"][0]
-    assert len(found["tokens"]["long"]) == 8
-    # Partial sums of two ranks round differently (a repetition in the same engine was seen to differ by 0.014, for a
-    # reason not yet known); a wrong or missing half would be off by far more. So no more than the first is compared.
-    assert found["tokens"]["long"][0] == wanted["tokens"]["long"][0]
-    assert abs(found["logprobs"]["long"][0] - wanted["logprobs"]["long"][0]) < 0.1
-    assert len(others["two ranks"]["peak_device_bytes"]) == 2

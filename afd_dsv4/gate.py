@@ -6,8 +6,8 @@ Problem: a plugin that silently stays off looks exactly like one that works, unt
 works where a feature of the engine breaks its assumptions corrupts memory. So every decision carries its reasons, all
 of them at once, and a mode that was asked for and refused is told apart from one that was never asked for.
 Way: a pure function from the settings and the facts of one engine (`EngineFacts`, plain values) to a frozen
-`Decision`. It fails closed: what is not known to be right is refused, by name. Features that depend on the adapter are
-refused unless the adapter says that it covers them.
+`Decision`. What is known to break is refused by name, features that depend on the adapter are refused unless it says
+that it covers them, and so is a fact that could not be read. A feature that is no fact here is not looked at.
 Not here: where the facts come from (`compat/facts.py`), and what "on" changes (`plugin.py`).
 """
 
@@ -28,6 +28,7 @@ NATIVE_WORKER: Final = "vllm_ascend.worker.worker.NPUWorker"
 DEVICES: Final = ("A2", "A3")
 ATTENTION: Final = "attention"
 NO_GRAPHS: Final = "NONE"
+FCFS: Final = "fcfs"
 FULL_DECODE_ONLY: Final = "FULL_DECODE_ONLY"
 
 # What an adapter may cover.
@@ -68,6 +69,8 @@ _REQUIRED: Final = (
     "dsa_context_parallel",
     "model_runner_v2",
     "sleep_mode",
+    "lora",
+    "policy",
     "overlap",
     "async_scheduling",
     "graphs",
@@ -97,11 +100,15 @@ class EngineFacts:
         geometry_error: why there is no geometry.
         afd_role: role in afd-plugin's configuration, None without one.
         worker_cls: worker class that vLLM is about to use.
-        kv_transfer: name of what moves KV blocks out of this engine (a connector, offloading), None for nothing.
+        kv_transfer: name of what moves KV blocks out of this engine (a connector, offloading, another engine's
+            encoder), None for nothing.
         prefix_caching: whether a request may start behind position 0 with blocks of another.
         decode_context_parallel, prefill_context_parallel, pipeline_parallel: sizes.
         dsa_context_parallel: whether vllm-ascend's dsa_cp is on.
         model_runner_v2: whether vLLM's second model runner is in use.
+        lora: whether LoRA adapters may be loaded.
+        policy: of the scheduler's queue.
+        scheduler_cls: name of a scheduler that is not vLLM's own, None for vLLM's.
         sleep_mode: whether the engine may give its device memory away and take other memory later.
         overlap: whether vllm-ascend runs part of the attention on a second stream (multistream_dsv4_dsa_overlap).
         async_scheduling: whether the scheduler runs ahead of the sampled tokens.
@@ -138,6 +145,9 @@ class EngineFacts:
     dsa_context_parallel: bool | None
     model_runner_v2: bool | None
     sleep_mode: bool | None
+    lora: bool | None
+    policy: str | None
+    scheduler_cls: str | None
     overlap: bool | None
     async_scheduling: bool | None
     speculative_method: str | None
@@ -237,7 +247,9 @@ def objections(settings: Settings, facts: EngineFacts) -> Iterator[str]:
 
 def _against_stack(facts: EngineFacts) -> Iterator[str]:
     if facts.platform != NPU_PLATFORM:
-        yield _no("vLLM's platform", facts.platform, "list Ascend's plugins beside ours in VLLM_PLUGINS, or unset it")
+        yield _no(
+            "vLLM's platform", facts.platform, "it must be Ascend's; if VLLM_PLUGINS is set, list Ascend's plugins too"
+        )
     else:
         unread = facts.unread or tuple(name for name in _REQUIRED if getattr(facts, name) is None)
         if unread:
@@ -300,6 +312,13 @@ def _against_engine(facts: EngineFacts) -> Iterator[str]:
         yield _no("model runner", "V2", "set VLLM_USE_V2_MODEL_RUNNER=0")
     if facts.sleep_mode:
         yield _no("sleep mode", "on", "tails do not survive it; drop --enable-sleep-mode")
+    if facts.lora:
+        yield _no("LoRA", "on", "graphs are captured once a size and not once an adapter; drop --enable-lora")
+    # Both may admit new requests before those that were preempted are over, or not say who was: more than max_num_seqs.
+    if facts.policy not in (None, FCFS):
+        yield _no("scheduling policy", str(facts.policy), f"set --scheduling-policy {FCFS}")
+    if facts.scheduler_cls is not None:
+        yield _no("scheduler", facts.scheduler_cls, "what it tells about preempted requests is not known; use vLLM's")
 
 
 def _against_uncovered(facts: EngineFacts) -> Iterator[str]:

@@ -28,6 +28,7 @@ from afd_dsv4.geometry import InputError, ModelGeometry, from_hf_config
 _MISSING: Final = object()
 #: Only a vllm-ascend that has this function has the native tail mode (vllm-project/vllm-ascend#15452).
 _NATIVE_TAIL_GATE: Final = "get_dsv4_shared_compressor_workspace_fallback_reasons"
+_OWN_SCHEDULERS: Final = ("vllm.v1.core.sched.scheduler.Scheduler", "vllm.v1.core.sched.async_scheduler.AsyncScheduler")
 _NATIVE_TAIL_KEY: Final = "enable_dsv4_shared_compressor_workspace"
 
 
@@ -71,6 +72,9 @@ def facts_from(vllm_config: Any, platform: type, stack: InstalledStack, verdict:
         dsa_context_parallel=bool(additional.get("enable_dsa_cp", False)),
         model_runner_v2=config.read("use_v2_model_runner", bool),
         sleep_mode=model.read("enable_sleep_mode", bool),
+        lora=_lora(config),
+        policy=scheduler.read("policy", str),
+        scheduler_cls=_scheduler_cls(scheduler),
         overlap=_overlap(vllm_config, unread),
         async_scheduling=scheduler.read("async_scheduling", bool),
         speculative_method=speculative.read("method", str),
@@ -95,10 +99,10 @@ class _Reader:
         """A reader of an attribute that must be there."""
         return self._reader(name, self._get(name))
 
-    def optional(self, name: str) -> Any:
-        """An attribute that may be None, of any type."""
+    def optional(self, name: str, absent: Any = None) -> Any:
+        """An attribute that may be None, of any type; `absent` where there is none."""
         value = self._get(name)
-        return None if value is _MISSING else value
+        return absent if value is _MISSING else value
 
     def read(self, name: str, kind: type) -> Any:
         """An attribute of this type."""
@@ -170,8 +174,26 @@ def _kv_transfer(config: _Reader, cache: _Reader) -> str | None:
     transfer = config.optional("kv_transfer_config")
     if transfer is not None:
         return f"kv_transfer_config with {getattr(transfer, 'kv_connector', None)}"
+    encoder = config.optional("ec_transfer_config")
+    if encoder is not None:
+        return f"ec_transfer_config with {getattr(encoder, 'ec_connector', None)}"
     size = cache.optional("kv_offloading_size")
     return None if size is None else f"kv_offloading_size {size}"
+
+
+def _lora(config: _Reader) -> bool | None:
+    """None where the configuration has no such attribute."""
+    lora = config.optional("lora_config", absent=_MISSING)
+    return None if lora is _MISSING else lora is not None
+
+
+def _scheduler_cls(scheduler: _Reader) -> str | None:
+    """A scheduler by name or class; None for vLLM's own."""
+    found = scheduler.optional("scheduler_cls")
+    if found is None:
+        return None
+    name = found if isinstance(found, str) else f"{found.__module__}.{found.__qualname__}"
+    return None if name in _OWN_SCHEDULERS else name
 
 
 def _device(unread: list[str]) -> Any:

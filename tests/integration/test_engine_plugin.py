@@ -16,6 +16,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,13 @@ def answers(result: dict[str, Any]) -> list[Any]:
     return [(load["steps"], load["tokens"], load["logprobs"]) for load in result["workloads"]]
 
 
+def pair(run: Run, workloads: Any, **how: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same natively and with the plugin, at once."""
+    with ThreadPoolExecutor(2) as threads:
+        native, ours = (threads.submit(run, workloads, plugin=plugin, **how) for plugin in (False, True))
+        return native.result(), ours.result()
+
+
 CHUNKS = {"max_num_batched_tokens": 64}
 LOADS = [workload(seed) for seed in (0, 1)]
 
@@ -85,8 +93,7 @@ LOADS = [workload(seed) for seed in (0, 1)]
 @pytest.fixture(scope="module")
 def eager(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """`LOADS` in eager mode, natively and with the plugin."""
-    native, ours = (run(LOADS, plugin=plugin, **CHUNKS) for plugin in (False, True))
-    return native, ours
+    return pair(run, LOADS, **CHUNKS)
 
 
 def test_tokens_are_native_ones_in_eager_mode_and_fewer_groups_are_left(eager: Any) -> None:
@@ -101,7 +108,7 @@ def test_tokens_are_native_ones_in_eager_mode_and_fewer_groups_are_left(eager: A
 def test_tokens_are_native_ones_with_graphs_aborts_and_asynchronous_scheduling(run: Run) -> None:
     loads = [workload(seed, answer=20, aborts=True) for seed in (10, 11)]
     how = {"async_scheduling": True, "enforce_eager": False, "compilation_config": GRAPHS, **CHUNKS}
-    native, ours = (run(loads, plugin=plugin, **how) for plugin in (False, True))
+    native, ours = pair(run, loads, **how)
     assert answers(ours) == answers(native)
 
 
@@ -109,7 +116,7 @@ def test_tokens_are_native_ones_with_drafts_of_every_accept_length(run: Run, eag
     expected = eager[0]["workloads"][0]["tokens"]
     spec = {"drafts": expected, "pattern": "aaraaarrar"}
     how = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}, "spec": spec, **CHUNKS}
-    native, ours = (run(LOADS[:1], plugin=plugin, **how) for plugin in (False, True))
+    native, ours = pair(run, LOADS[:1], **how)
     assert answers(ours) == answers(native)
     assert ours["workloads"][0]["steps"] < eager[0]["workloads"][0]["steps"]  # some were accepted
 

@@ -59,10 +59,14 @@ def configuration(**additional: Any) -> SimpleNamespace:
             pipeline_parallel_size=1,
             num_ubatches=0,
         ),
-        scheduler_config=SimpleNamespace(async_scheduling=True, max_num_seqs=4, max_num_batched_tokens=2048),
+        scheduler_config=SimpleNamespace(
+            async_scheduling=True, max_num_seqs=4, max_num_batched_tokens=2048, policy="fcfs", scheduler_cls=None
+        ),
         compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="NONE")),
         speculative_config=SimpleNamespace(method="mtp", num_speculative_tokens=2),
         kv_transfer_config=None,
+        ec_transfer_config=None,
+        lora_config=None,
         use_v2_model_runner=False,
         additional_config=additional,
     )
@@ -117,6 +121,10 @@ PATHS = (
     "speculative_config.method",
     "speculative_config.num_speculative_tokens",
     "kv_transfer_config",
+    "ec_transfer_config",
+    "lora_config",
+    "scheduler_config.policy",
+    "scheduler_config.scheduler_cls",
     "speculative_config",
     "use_v2_model_runner",
     "additional_config",
@@ -192,6 +200,21 @@ def test_a_connector_and_offloading_both_move_kv(ascend):
     assert read(vllm_config, ascend).kv_transfer == "kv_offloading_size 4.0"
     vllm_config.kv_transfer_config = SimpleNamespace(kv_connector="MooncakeConnector")
     assert read(vllm_config, ascend).kv_transfer == "kv_transfer_config with MooncakeConnector"
+
+
+def test_an_encoder_elsewhere_lora_priorities_and_foreign_schedulers_are_seen(ascend):
+    vllm_config = configuration()
+    plain = read(vllm_config, ascend)
+    assert (plain.kv_transfer, plain.lora, plain.policy, plain.scheduler_cls) == (None, False, "fcfs", None)
+    vllm_config.ec_transfer_config = SimpleNamespace(ec_connector="Some")
+    vllm_config.lora_config = SimpleNamespace()
+    vllm_config.scheduler_config.policy = "priority"
+    vllm_config.scheduler_config.scheduler_cls = HfConfig
+    found = read(vllm_config, ascend)
+    assert (found.kv_transfer, found.lora, found.policy) == ("ec_transfer_config with Some", True, "priority")
+    assert found.scheduler_cls == f"{HfConfig.__module__}.HfConfig"
+    vllm_config.scheduler_config.scheduler_cls = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
+    assert read(vllm_config, ascend).scheduler_cls is None
 
 
 def test_the_native_tail_mode_counts_only_where_the_stack_has_it(ascend, monkeypatch):

@@ -39,6 +39,9 @@ PLAIN = EngineFacts(
     dsa_context_parallel=False,
     model_runner_v2=False,
     sleep_mode=False,
+    lora=False,
+    policy="fcfs",
+    scheduler_cls=None,
     overlap=False,
     async_scheduling=False,
     speculative_method=None,
@@ -77,6 +80,9 @@ ALONE = {
     "dsa_cp": ({"dsa_context_parallel": True}, ("dsa_cp", "enable_dsa_cp")),
     "runner V2": ({"model_runner_v2": True}, ("model runner", "V2", "VLLM_USE_V2_MODEL_RUNNER=0")),
     "sleep mode": ({"sleep_mode": True}, ("sleep mode", "--enable-sleep-mode")),
+    "LoRA": ({"lora": True}, ("LoRA", "--enable-lora")),
+    "priorities": ({"policy": "priority"}, ("scheduling policy", "priority", "--scheduling-policy fcfs")),
+    "scheduler": ({"scheduler_cls": "my.Scheduler"}, ("scheduler", "my.Scheduler", "vLLM's")),
     "overlap": ({"overlap": True}, ("overlap", "does not cover", "multistream_dsv4_dsa_overlap")),
     "async": ({"async_scheduling": True}, ("asynchronous scheduling", "does not cover", "--no-async-scheduling")),
     "MTP": ({"speculative_method": "mtp", "speculative_tokens": 1}, ("speculative", "mtp", "--speculative-config")),
@@ -139,7 +145,7 @@ def test_what_nobody_could_read_is_a_reason_by_name(field):
 
 def test_every_fact_that_may_be_unknown_is_either_required_or_none_by_nature():
     optional = {field.name for field in fields(EngineFacts) if "None" in str(field.type)}
-    by_nature = {"afd_role", "kv_transfer", "speculative_method"}
+    by_nature = {"afd_role", "kv_transfer", "scheduler_cls", "speculative_method"}
     elsewhere = {"stack_name", "worker_class", "geometry", "geometry_error"}
     assert optional - by_nature - elsewhere == set(gate._REQUIRED)
 

@@ -4,7 +4,7 @@
 
 Problem: vllm-ascend keeps one FP32 row per token and compressor in the paged KV cache, and calls the compressor
 operator inline at four places of its attention.
-Way: nothing is patched but two names, and both in worker processes only. `worker.py` makes its runner from our
+Way: nothing is patched but two names, and both where the worker runs. `worker.py` makes its runner from our
 subclass; `runner.py` drops the state layers from the KV groups, gives them stand-ins, and begins and ends one execution
 a forward; `launches.py` stands in for the operator and hands each launch to that execution. The engine core sees fewer
 KV groups and needs no change.

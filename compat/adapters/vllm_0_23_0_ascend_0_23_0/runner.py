@@ -194,6 +194,10 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
         chunks, self._chunks = self._chunks, None
         context: Any = get_forward_context()
         metadata = next(iter(context.attn_metadata.values()), None) if context.attn_metadata else None
+        if metadata is None and chunks:
+            raise RuntimeError(
+                f"a forward of {len(chunks)} requests has no attention metadata; their rows would be lost. Report it"
+            )
         graph, captured = self._graph(context)
         if metadata is None or (chunks is None and graph is None):
             return run()

@@ -10,7 +10,7 @@
 namespace softnpu {
 namespace {
 
-void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
+void left_out(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       false, c10::toString(op.operator_name()),
       " of vllm-ascend 0.23.0 is left out of the software NPU: it is not part of the unquantised path of DeepSeek-V4. "
@@ -167,5 +167,5 @@ TORCH_LIBRARY_FRAGMENT(_C_ascend, m) {
 // Also for operators without a tensor, and for tensors on the meta device, where vllm-ascend registers nothing itself.
 TORCH_LIBRARY_IMPL(_C_ascend, CompositeExplicitAutograd, m) {
   for (const std::string schema : softnpu::kLeftOut)
-    m.impl(schema.substr(0, schema.find('(')).c_str(), torch::CppFunction::makeFromBoxedFunction<&softnpu::refuse>());
+    m.impl(schema.substr(0, schema.find('(')).c_str(), torch::CppFunction::makeFromBoxedFunction<&softnpu::left_out>());
 }

@@ -35,7 +35,7 @@ struct Added {
   std::map<std::string, std::atomic<bool>> flags;
 };
 Added& added() {
-  static Added* const all = new Added;  // outlives every library's statics
+  static Added* const all = new Added;  // outlives all libraries
   return *all;
 }
 std::atomic<bool>* find_added(const char* name) {

@@ -178,7 +178,8 @@ def test_unknown_waivers_options_and_counters_are_refused_with_the_known_names()
 def test_names_are_listed_and_waivers_are_off_at_start() -> None:
     library = stock_op.core()
     names = library.softnpu_waiver_names().decode().split(",")
-    assert names == [f"compressor.{name}" for name in stock_op.WAIVERS]
+    own = [name for name in names if name.startswith("compressor.")]  # other operators' libraries add theirs
+    assert own == names[: len(own)] == [f"compressor.{name}" for name in stock_op.WAIVERS]
     assert all(library.softnpu_is_waived(name.encode()) == 0 for name in names)
     assert library.softnpu_option_names().decode().split(",") == [
         f"compressor.{name}" for name in ("saturate", "cores", "seed", "threads")

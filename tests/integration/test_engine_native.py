@@ -18,7 +18,7 @@ import pytest
 from afd_dsv4.softnpu import engine
 from afd_dsv4.softnpu.checkpoint import Geometry, write
 
-pytestmark = [pytest.mark.npu, pytest.mark.vllm_runtime, pytest.mark.slow]
+pytestmark = [pytest.mark.npu, pytest.mark.vllm_runtime, pytest.mark.slow, pytest.mark.timeout(900)]
 
 Engine = dict[str, Any]
 MTP = Geometry(mtp=True)

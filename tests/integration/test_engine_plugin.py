@@ -26,7 +26,7 @@ from afd_dsv4.geometry import ModelGeometry, page_layout
 from afd_dsv4.softnpu import checkpoint, engine
 from afd_dsv4.workspace.sizing import size_workspace
 
-pytestmark = [pytest.mark.npu, pytest.mark.vllm_runtime, pytest.mark.slow]
+pytestmark = [pytest.mark.npu, pytest.mark.vllm_runtime, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = checkpoint.Geometry(mtp=True)
 BLOCK_SIZE = 32

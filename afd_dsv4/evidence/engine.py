@@ -156,7 +156,7 @@ class Compared:
     Attributes:
         tokens: compared; of an aborted request, those that both engines had given.
         mismatched: of them.
-        logprobs_differ: whether any log probability has other bits, for information.
+        logprobs_differ: log probabilities of tokens that have other bits; finer than tokens, which may survive a fault.
         preemptions: of the native engine, and of the plugin's.
     """
 
@@ -256,12 +256,16 @@ class Bench:
 
     def control(self, seed: int = SEED) -> Compared:
         """The negative control: the plugin's tails are zeroed between steps."""
-        configuration = Configuration("negative control: tails zeroed", {"max_num_batched_tokens": 64}, longest=300)
-        loads = workloads(configuration, 2, seed, self.plain.vocabulary)
+        how = {"max_num_batched_tokens": 64}
+        configuration = Configuration("negative control: tails zeroed", how, longest=300, answer=32)
+        loads = workloads(configuration, 4, seed, self.plain.vocabulary)
         results = run_all(
             [
                 (self.spec(configuration.engine, loads), self.environment("off")),
-                (self.spec(configuration.engine, loads, fault="zero_state"), self.environment("colocated")),
+                (
+                    self.spec(configuration.engine, loads, zero_state=[*range(len(loads))]),
+                    self.environment("colocated"),
+                ),
             ],
             self.jobs,
         )
@@ -416,9 +420,13 @@ def failures(
 ) -> list[str]:
     """Everything for which the run fails, in words."""
     found = [f"{part.name}: {problem}" for part in compared for problem in part.problems]
-    found += [f"{part.name}: {part.mismatched} of {part.tokens} tokens differ" for part in compared if part.mismatched]
-    if not control.mismatched:
-        found.append(f"{control.name}: all {control.tokens} tokens are the same, so this comparison proves nothing")
+    found += [
+        f"{part.name}: {part.mismatched} of {part.tokens} tokens and {part.logprobs_differ} log probabilities differ"
+        for part in compared
+        if part.mismatched or part.logprobs_differ
+    ]
+    if not control.mismatched and not control.logprobs_differ:
+        found.append(f"{control.name}: {control.tokens} tokens and their log probabilities are the same")
     return found + admission.problems + contention.problems
 
 
@@ -438,12 +446,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         part = bench.parity(configuration, asked.workloads, asked.seed)
         compared.append(part)
         print(
-            f"  {part.name}: {part.mismatched} of {part.tokens} tokens differ, {part.requests} requests, "
+            f"  {part.name}: {part.mismatched} of {part.tokens} tokens and {part.logprobs_differ} log "
+            f"probabilities differ, {part.requests} requests, "
             f"{part.preemptions[0]} and {part.preemptions[1]} preemptions, {part.seconds:.0f} s",
             flush=True,
         )
     control = bench.control(asked.seed)
-    print(f"  {control.name}: {control.mismatched} of {control.tokens} tokens differ, as they must", flush=True)
+    print(
+        f"  {control.name}: {control.mismatched} of {control.tokens} tokens and {control.logprobs_differ} log "
+        f"probabilities differ; some must",
+        flush=True,
+    )
     long, behind = bench.admission(), bench.contention()
     print(
         f"  {long.tokens} tokens in one batch, {long.blocks[0]} blocks or their bytes:\n"

@@ -126,13 +126,14 @@ def _zero_state(worker: Any) -> int:
     """Zero what the compressors keep of earlier tokens; return how many tensors that were."""
     from torch.utils._pytree import tree_leaves
 
-    seen = 0
-    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
-        if type(layer).__name__.endswith("CompressorStateCache"):
-            for cache in tree_leaves(layer.kv_cache):
-                cache.zero_()
-                seen += 1
-    return seen
+    # The plugin's state layers hold stand-ins; its rows are in the pools of its tails.
+    tails = getattr(worker.model_runner, "tails", None)
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    states = [layer.kv_cache for layer in layers if type(layer).__name__.endswith("CompressorStateCache")]
+    caches = tree_leaves(states) if tails is None else list(tails.pools.values())
+    for cache in caches:
+        cache.zero_()
+    return len(caches)
 
 
 def _peak_device_bytes(worker: Any) -> int:

@@ -81,6 +81,7 @@ def test_all_is_well_only_where_everything_is() -> None:
     assert failures([good], CONTROL, ADMITTED, WAITED) == []
     for wrong in (
         failures([replace(good, mismatched=1)], CONTROL, ADMITTED, WAITED),
+        failures([replace(good, logprobs_differ=1)], CONTROL, ADMITTED, WAITED),
         failures([replace(good, problems=["p"])], CONTROL, ADMITTED, WAITED),
         failures([good], replace(CONTROL, mismatched=0), ADMITTED, WAITED),
         failures([good], CONTROL, replace(ADMITTED, refusal=""), WAITED),

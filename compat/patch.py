@@ -4,13 +4,14 @@
 
 Problem: a patch that is applied to other code than it was written for corrupts memory; one that misses a name which
 another module imported by value is silently without effect there; and one that cannot be undone makes "off" a lie.
-Way: a `PatchSet` is applied as a whole or not at all. It refuses where the contract does not hold, where a target was
-not recorded, and where a module holds the original by value under a name that nobody listed. What was in place is kept
-and put back as it was: the same object, a descriptor as a descriptor, an inherited attribute by deleting ours.
+Way: a `PatchSet` is applied as a whole or not at all. It refuses where the contract does not hold, and where a target
+was not recorded. Every module that holds an original by value gets the replacement too, unless the patch leaves it out,
+or means its target's name alone. What was in place is kept and put back as it was: the same object, a descriptor as a
+descriptor, an inherited attribute by deleting ours.
 Every process applies for itself: a forked child inherits the patches and the record of them, a spawned one has neither;
 `apply` is right in both, any number of times. State of this module: `_LIVE`, the sets that are applied in this process.
-Not here: originals behind default arguments, closures and instances cannot be found, nor can names of objects that are
-shared by everybody (small numbers, strings); whoever patches those lists them in `also` or knows that there are none.
+Not here: originals behind default arguments, closures and instances cannot be found; whoever patches knows that there
+are none. Names of objects that are shared by everybody (small numbers, strings) cannot either, and stand in `also`.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class Patch:
             the function, and what it returns becomes one again. `functools.wraps` is done here.
         reason: why upstream's own way does not do.
         removal: what has to happen upstream for this patch to go.
-        also: `module:name` of every place that imported the original by value; patched too once it is imported.
+        also: `module:name` of places that must hold the original by value where they are imported.
         leave: `module:name` of places that hold the original by value and shall keep it.
+        alone: the replacement is for the target's name only: whoever else holds the original by value keeps it.
     """
 
     target: str
@@ -68,6 +70,7 @@ class Patch:
     removal: str
     also: tuple[str, ...] = ()
     leave: tuple[str, ...] = ()
+    alone: bool = False
 
     def __post_init__(self) -> None:
         for name in (self.target, *self.also, *self.leave):
@@ -138,8 +141,8 @@ class PatchSet:
 
         Raises:
             DriftError: the stack is unknown, a symbol differs, or a target was not recorded. Nothing was changed.
-            PatchError: a target is not there, a place in `also` does not hold it, a module holds it by value and is not
-                listed, or another set of this name is applied. Nothing was changed.
+            PatchError: a target is not there, a place in `also` does not hold it, or another set of this name is
+                applied. Nothing was changed.
         """
         self._refuse_drift(verdict)
         if self.applied:
@@ -149,9 +152,8 @@ class PatchSet:
         _LIVE[self.name] = self  # from here on, so that importing a target may come back here
         done: list[_Place] = []
         try:
-            places = [place for patch in self.patches for place in self._plan(patch)]
-            self._refuse_unlisted(places)
-            for place in places:
+            planned = [(patch, place) for patch in self.patches for place in self._plan(patch)]
+            for place in [*(place for _, place in planned), *self._held_by_value(planned)]:
                 setattr(place.owner, place.name, place.after)
                 done.append(place)
         except BaseException:
@@ -180,7 +182,7 @@ class PatchSet:
                 left.append(Left(place.shown, "nothing" if now is _ABSENT else repr(now)))
         late: dict[int, Any] = {}
         for place in self._places:
-            late |= dict(zip(map(id, _held_by_others(place.after)), _held_by_others(_original_of(place)), strict=True))
+            late |= dict(zip(map(id, _held_by_others(place.after)), _held_by_others(_original_of(place)), strict=False))
         for module, name, value in _module_attributes():
             if id(value) in late:
                 setattr(module, name, late[id(value)])
@@ -220,23 +222,20 @@ class PatchSet:
                 raise PatchError(f"{place} was said to hold {patch.target}: found {_shown(found)}; mend `also`")
             yield _Place(holder, held, place, found, after)
 
-    def _refuse_unlisted(self, places: list[_Place]) -> None:
+    def _held_by_value(self, planned: list[tuple[Patch, _Place]]) -> Iterator[_Place]:
         """One pass over all modules for all patches: some tens of milliseconds with vLLM and torch loaded."""
-        listed = {(id(place.owner), place.name) for place in places}
-        allowed = {name for patch in self.patches for name in patch.leave}
-        originals = {id(held): place.shown for place in places for held in _held_by_others(_original_of(place))}
-        unlisted = [
-            f"{shown} ({originals[id(value)]})"
-            for module, name, value in _module_attributes()
-            if id(value) in originals
-            and (id(module), name) not in listed
-            and (shown := f"{module.__name__}:{name}") not in allowed
-        ]
-        if unlisted:
-            raise PatchError(
-                f"patch set {self.name!r}: held by value and not listed: {', '.join(sorted(unlisted))}; name each in "
-                "`also` to patch it too, or in `leave`"
-            )
+        known = {(id(place.owner), place.name) for _, place in planned}
+        found = {
+            id(held): (patch, place.after.__func__ if isinstance(place.after, staticmethod) else place.after)
+            for patch, place in planned
+            if not patch.alone
+            for held in _held_by_others(_original_of(place))
+        }
+        for module, name, value in _module_attributes():
+            patch, after = found.get(id(value), (None, None))
+            shown = f"{module.__name__}:{name}"
+            if patch is not None and (id(module), name) not in known and shown not in patch.leave:
+                yield _Place(module, name, shown, value, after)
 
 
 def _resolve(target: str) -> tuple[Any, str]:

@@ -79,8 +79,8 @@ def home(request):
         del sys.modules[name]
 
 
-def patch(target, make, also=(), leave=()):
-    return Patch(f"home:{target}", make, "the test wants it", "with the test", also, leave)
+def patch(target, make, also=(), leave=(), alone=False):
+    return Patch(f"home:{target}", make, "the test wants it", "with the test", also, leave, alone)
 
 
 def verdict(*targets, drift=()):
@@ -193,19 +193,41 @@ def test_names_imported_by_value_are_patched_too_and_come_back(home, applied):
     assert one.renamed is late.free is home.free is original
 
 
-def test_a_module_that_holds_the_original_by_value_and_is_not_listed_is_refused_by_name(home, applied):
+HOLDER = "from home import free as renamed\nfrom home import Derived\ns = Derived.static\n"
+
+
+def test_whoever_holds_an_original_by_value_gets_the_replacement_and_the_original_back(home, applied):
+    original, static = home.free, home.Derived.static
+    one = home.make("one", HOLDER)
+    patches = applied(patch("free", doubled), patch("Derived.static", doubled))
+    assert one.renamed is home.free
+    assert one.s is home.Derived.static
+    assert (one.renamed(1), one.s(3)) == ((2, "patched"), (3, "patched"))
+    assert patches.undo() == ()
+    assert one.renamed is home.free is original
+    assert one.s is home.Derived.static is static
+
+
+@pytest.mark.parametrize("how", [{"leave": ("one:renamed",)}, {"alone": True}], ids=str)
+def test_a_name_that_is_left_keeps_the_original_held_by_value(home, applied, how):
     original = home.free
-    one = home.make("one", "from home import free as renamed\nfrom home import Derived\ns = Derived.static\n")
-    with pytest.raises(PatchError, match=r"one:renamed \(home:free\)"):
-        applied(patch("free", doubled))
-    assert home.free is one.renamed is original
-    with pytest.raises(PatchError, match=r"one:s \(home:Derived.static\)"):
-        applied(patch("Derived.static", doubled))
-    patches = applied(patch("free", doubled, leave=("one:renamed",)))
+    one = home.make("one", HOLDER)
+    patches = applied(patch("free", doubled, **how))
     assert one.renamed is original
     assert home.free is not original
     patches.undo()
     assert one.renamed is home.free is original
+
+
+def test_a_replacement_that_everybody_shares_comes_back_where_it_was_put(home, applied):
+    original = home.free
+    one = home.make("one", HOLDER)
+    other = home.make("other", "unrelated = None\n")
+    patches = applied(patch("free", lambda _: None))
+    assert home.free is one.renamed is None
+    patches.undo()
+    assert home.free is one.renamed is original
+    assert other.unrelated is None
 
 
 def test_a_listed_place_that_holds_something_else_is_refused(home, applied):

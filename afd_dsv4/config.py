@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -30,6 +31,7 @@ CONFIG_VARIABLE: Final = "AFD_DSV4_CONFIG"
 MODE_VARIABLE: Final = "AFD_DSV4_MODE"
 
 DEFAULT_SLOTS: Final = 2  # two uBatches
+DEFAULT_FENCE_TIMEOUT_S: Final = 60.0
 
 
 class Mode(enum.Enum):
@@ -49,6 +51,8 @@ class Settings:
         slots: workspace slots, one per execution in flight.
         drafts: draft tokens of speculative decoding that one forward may have to take back; None for as many as
             vLLM's speculative configuration says.
+        fence_timeout_s: seconds after which work on the device that is still not over is given up: its slot and pages
+            are never used again. Longer than any forward may take.
 
     Raises:
         InputError: a value out of range.
@@ -57,14 +61,17 @@ class Settings:
     mode: Mode = Mode.OFF
     slots: int = DEFAULT_SLOTS
     drafts: int | None = None
+    fence_timeout_s: float = DEFAULT_FENCE_TIMEOUT_S
 
     def __post_init__(self) -> None:
         _check("mode", self.mode, isinstance(self.mode, Mode), f"choose one of {', '.join(m.value for m in Mode)}")
         _check("slots", self.slots, _whole(self.slots, 1), "it must be a whole number of at least 1")
         good = self.drafts is None or _whole(self.drafts, 0)
         _check("drafts", self.drafts, good, "it must be a whole number, 0 or more")
+        good = _number(self.fence_timeout_s) and 0 < self.fence_timeout_s < math.inf
+        _check("fence_timeout_s", self.fence_timeout_s, good, "it must be a number of seconds above 0")
 
-    def as_mapping(self) -> dict[str, str | int]:
+    def as_mapping(self) -> dict[str, str | int | float]:
         """What `from_mapping` makes the same settings of; plain enough for JSON."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: getattr(value, "value", value) for name, value in given.items() if value is not None}
@@ -150,6 +157,10 @@ def _parse(text: str) -> Any:
 
 def _whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check(name: str, value: object, good: bool, remedy: str) -> None:

@@ -14,7 +14,7 @@ Not here: where the facts come from (`compat/facts.py`), and what "on" changes (
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from afd_dsv4.config import Mode, Settings
@@ -229,7 +229,7 @@ def decide(settings: Settings, facts: EngineFacts) -> Decision:
     if reasons:
         return Decision(mode, active=False, refused=True, reasons=reasons)
     drafts = facts.speculative_tokens if settings.drafts is None else settings.drafts
-    whole = Settings(mode, settings.slots, drafts)
+    whole = replace(settings, drafts=drafts)
     asked = "colocated was asked for" if mode is Mode.COLOCATED else f"AFD role {ATTENTION!r}"
     sizes = _sizes(whole, facts)
     return Decision(mode, active=True, refused=False, reasons=(asked,), settings=whole, sizes=sizes)

@@ -159,7 +159,7 @@ def test_colocated_from_the_environment_is_on_and_travels_in_the_configuration()
     engine = modes_engine("colocated")
     assert engine["active"], engine["reasons"]
     assert engine["worker"] == ADAPTED
-    assert engine["entered"] == {"mode": "colocated", "slots": 2, "drafts": 0}
+    assert engine["entered"] == {"mode": "colocated", "slots": 2, "drafts": 0, "fence_timeout_s": 60.0}
 
 
 @pytest.mark.npu
@@ -178,21 +178,24 @@ def test_engines_of_one_process_are_decided_on_one_by_one():
     names = ("off", "on", "off again", "on with three slots")
     assert [engine(name)["worker"] for name in names] == [NATIVE, ADAPTED, NATIVE, ADAPTED]
     entered = [engine(name)["entered"] for name in names]
-    assert entered[1] == {"mode": "colocated", "slots": 2, "drafts": 0}
-    assert entered[3] == {"mode": "colocated", "slots": 3, "drafts": 0}
+    assert entered[1] == {"mode": "colocated", "slots": 2, "drafts": 0, "fence_timeout_s": 60.0}
+    assert entered[3] == {"mode": "colocated", "slots": 3, "drafts": 0, "fence_timeout_s": 60.0}
 
 
 @pytest.mark.npu
 def test_drafts_are_those_of_the_real_speculative_configuration():
     found = engine("drafting")
     assert found["active"], found["reasons"]
-    assert found["entered"] == {"mode": "colocated", "slots": 2, "drafts": 2}
+    assert found["entered"] == {"mode": "colocated", "slots": 2, "drafts": 2, "fence_timeout_s": 60.0}
 
 
 @pytest.mark.npu
 def test_settings_that_cannot_be_read_end_the_configuration_in_vllms_own_words_too():
     found = engine("misspelt")
-    assert found["error"] == "additional_config['afd_dsv4']: unknown 'slot'; known are mode, slots, drafts"
+    assert (
+        found["error"]
+        == "additional_config['afd_dsv4']: unknown 'slot'; known are mode, slots, drafts, fence_timeout_s"
+    )
     assert found["error"] in found["raised"]
 
 

@@ -46,7 +46,13 @@ def test_an_unknown_key_is_refused_with_the_known_ones():
         ({"slots": 2.0}, "setting slots: 2.0"),
         ({"slots": True}, "setting slots"),
         ({"drafts": -1}, "setting drafts: -1"),
-        ({"fence_timeout_s": 60}, "unknown 'fence_timeout_s'"),
+        ({"fence_timeout_s": 0}, "setting fence_timeout_s: 0; it must be a number of seconds above 0"),
+        ({"fence_timeout_s": -1.5}, "setting fence_timeout_s: -1.5"),
+        ({"fence_timeout_s": float("inf")}, "setting fence_timeout_s: inf"),
+        ({"fence_timeout_s": float("nan")}, "setting fence_timeout_s: nan"),
+        ({"fence_timeout_s": "60"}, "setting fence_timeout_s: '60'"),
+        ({"fence_timeout_s": True}, "setting fence_timeout_s: True"),
+        ({"fence_timeout_s": None}, "setting fence_timeout_s: None"),
         ([("mode", "off")], "settings: list"),
     ],
 )
@@ -65,8 +71,9 @@ def test_an_environment_that_sets_nothing_leaves_everything_off(environment):
 
 
 def test_the_environment_holds_all_settings_as_one_json_object():
-    text = '{"mode": "colocated", "slots": 3, "drafts": 1}'
-    assert from_environment({"AFD_DSV4_CONFIG": text}) == Settings(Mode.COLOCATED, slots=3, drafts=1)
+    text = '{"mode": "colocated", "slots": 3, "drafts": 1, "fence_timeout_s": 7.5}'
+    whole = Settings(Mode.COLOCATED, slots=3, drafts=1, fence_timeout_s=7.5)
+    assert from_environment({"AFD_DSV4_CONFIG": text}) == whole
 
 
 @pytest.mark.parametrize("mode", ["afd", " AFD "])
@@ -85,7 +92,7 @@ def test_the_mode_may_stand_in_a_variable_of_its_own_beside_other_settings(mode)
         ({"AFD_DSV4_CONFIG": '["afd"]', "AFD_DSV4_MODE": "afd"}, "AFD_DSV4_CONFIG: list"),
         ({"AFD_DSV4_CONFIG": "null"}, "AFD_DSV4_CONFIG: NoneType"),
         ({"AFD_DSV4_CONFIG": '{"mode": "off", "mode": "afd"}'}, "'mode' stands there twice"),
-        ({"AFD_DSV4_CONFIG": '{"slot": 2}'}, "unknown 'slot'; known are mode, slots, drafts"),
+        ({"AFD_DSV4_CONFIG": '{"slot": 2}'}, "unknown 'slot'; known are mode, slots, drafts, fence_timeout_s"),
         ({"AFD_DSV4_CONFIG": '{"slots": NaN}'}, "setting slots: nan"),
         ({"AFD_DSV4_CONFIG": '{"mode": "off"}', "AFD_DSV4_MODE": "afd"}, "set it in one place only"),
         ({"AFD_DSV4_MODE": "turbo"}, "setting mode: 'turbo'; choose one of off, afd, colocated"),
@@ -133,7 +140,7 @@ def test_one_setting_in_two_places_is_refused_naming_both(environment, places):
 @pytest.mark.parametrize(
     ("ours", "says"),
     [
-        ({"slot": 2}, "additional_config['afd_dsv4']: unknown 'slot'; known are mode, slots, drafts"),
+        ({"slot": 2}, "additional_config['afd_dsv4']: unknown 'slot'; known are mode, slots, drafts, fence_timeout_s"),
         (True, "additional_config['afd_dsv4']: bool"),
         (None, "additional_config['afd_dsv4']: NoneType"),
         ("colocated", "additional_config['afd_dsv4']: str"),
@@ -148,9 +155,14 @@ def test_an_additional_config_that_cannot_be_read_is_refused_in_one_line(ours, s
     assert "\n" not in str(caught.value)
 
 
-@given(st.sampled_from(list(Mode)), st.integers(1, 9), st.none() | st.integers(0, 9))
-def test_entered_settings_are_read_again_as_they_were(mode, slots, drafts):
-    settings = Settings(mode, slots, drafts)
+@given(
+    st.sampled_from(list(Mode)),
+    st.integers(1, 9),
+    st.none() | st.integers(0, 9),
+    st.integers(1, 99) | st.floats(0, 1e9, exclude_min=True),
+)
+def test_entered_settings_are_read_again_as_they_were(mode, slots, drafts, timeout):
+    settings = Settings(mode, slots, drafts, timeout)
     assert from_mapping(settings.as_mapping()) == settings
     assert read({"afd_dsv4": settings.as_mapping()}, {}) == settings
 
@@ -192,6 +204,7 @@ def test_the_readme_documents_every_setting_in_order_with_its_default():
         "mode": Settings().mode.value,
         "slots": str(Settings().slots),
         "drafts": "as many as vLLM drafts",
+        "fence_timeout_s": str(Settings().fence_timeout_s),
     }
     assert re.findall(r"`(\w+)`", table["mode"][0]) == [mode.value for mode in Mode]
 

@@ -218,6 +218,11 @@ def test_drafts_come_from_the_speculative_configuration_unless_given():
     )
 
 
+def test_what_is_no_matter_of_the_gate_is_handed_on_as_it_was_given():
+    settings = decide(Settings(Mode.COLOCATED, slots=3, fence_timeout_s=5), PLAIN).settings
+    assert settings == Settings(Mode.COLOCATED, slots=3, drafts=0, fence_timeout_s=5)
+
+
 def test_fewer_slots_than_ubatches_are_refused():
     (reason,) = refused(Settings(Mode.COLOCATED, slots=1), ubatches=2, covers=frozenset({gate.UBATCHES}))
     assert "setting slots: 1 for 2 uBatches" in reason

@@ -207,7 +207,10 @@ def test_on_enters_the_adapters_worker_and_whole_settings(vllm, adapter, log):
     vllm_config = vllm.configure(**given)
     assert worker_of(vllm_config) == WORKER
     # The configuration has two drafts a step.
-    assert vllm_config.additional_config == {**given, "afd_dsv4": {"mode": "colocated", "slots": 2, "drafts": 2}}
+    assert vllm_config.additional_config == {
+        **given,
+        "afd_dsv4": {"mode": "colocated", "slots": 2, "drafts": 2, "fence_timeout_s": 60.0},
+    }
     assert state().decision.active
     assert "mode 'colocated': on (colocated was asked for), 2 slots, " in log.text
     assert [record.levelname for record in log.records] == ["INFO"]
@@ -283,7 +286,7 @@ def test_settings_that_cannot_be_read_end_the_configuration_with_one_line(vllm, 
     plugin.register()
     with pytest.raises(InputError) as caught:
         vllm.configure(afd_dsv4={"mod": "colocated"})
-    assert "unknown 'mod'; known are mode, slots, drafts" in str(caught.value)
+    assert "unknown 'mod'; known are mode, slots, drafts, fence_timeout_s" in str(caught.value)
     (record,) = log.records
     assert record.levelname == "ERROR"
     assert record.getMessage().endswith(str(caught.value))
@@ -296,7 +299,11 @@ def test_settings_that_cannot_be_read_end_the_configuration_with_one_line(vllm, 
 @pytest.mark.parametrize(
     ("variable", "text", "says"),
     [
-        (CONFIG_VARIABLE, '{"modes": "afd"}', "AFD_DSV4_CONFIG: unknown 'modes'; known are mode, slots, drafts"),
+        (
+            CONFIG_VARIABLE,
+            '{"modes": "afd"}',
+            "AFD_DSV4_CONFIG: unknown 'modes'; known are mode, slots, drafts, fence_timeout_s",
+        ),
         (CONFIG_VARIABLE, '{"mode":\n', "is no JSON object"),
         (MODE_VARIABLE, "turbo", "setting mode: 'turbo'; choose one of off, afd, colocated"),
     ],

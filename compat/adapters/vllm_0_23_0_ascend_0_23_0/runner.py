@@ -122,6 +122,7 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
             device=self.device,
             slots=settings.slots,
             drafts=max(drafts, settings.drafts or 0),
+            fence_timeout_s=settings.fence_timeout_s,
             # The sizes that will be captured are settled later; all replays are on one stream and share a slot.
             graphs=[range(1, most + 1)] if full else (),
             operator=launches.queue,

@@ -149,6 +149,8 @@ def _acl() -> ctypes.CDLL:
         "softnpu_faults_injected",
         "softnpu_events_created",
         "softnpu_events_destroyed",
+        "softnpu_replays",
+        "softnpu_replayed_accesses",
     ):
         getattr(library, name).restype = ctypes.c_uint64
     library.softnpu_schedule_delay_us.restype = ctypes.c_uint32
@@ -172,6 +174,7 @@ def _acl() -> ctypes.CDLL:
     library.softnpu_set_fault_rate.restype = None
     library.softnpu_inject_error.argtypes = [ctypes.c_int32, ctypes.c_char_p]
     library.softnpu_inject_error.restype = None
+    library.softnpu_replayed_accesses.argtypes = [ctypes.POINTER(_Access), ctypes.c_uint64]
     library.softnpu_set_copy_delay_us.argtypes = [ctypes.c_uint32]
     library.softnpu_set_copy_delay_us.restype = None
     return library
@@ -387,6 +390,22 @@ def clear_faults() -> None:
 def event_counts() -> tuple[int, int]:
     """Return how many device events were created, and how many destroyed, so far."""
     return int(_acl().softnpu_events_created()), int(_acl().softnpu_events_destroyed())
+
+
+def replays() -> int:
+    """Return how many replays of graphs were queued so far."""
+    return int(_acl().softnpu_replays())
+
+
+def replayed_bytes() -> tuple[tuple[int, int], ...]:
+    """Return what the graph replayed last touches: addresses and sizes in bytes, as known when it was captured.
+
+    A graph that is gone touches nothing. What lies between the rows of a slice is counted in.
+    """
+    count = int(_acl().softnpu_replayed_accesses(None, 0))
+    found = (_Access * count)()
+    _acl().softnpu_replayed_accesses(found, count)
+    return tuple((piece.address, (piece.rows - 1) * piece.stride + piece.bytes) for piece in found if piece.rows)
 
 
 def device_bytes(device: int = 0) -> int:

@@ -25,6 +25,16 @@ Captures& captures() {
   return *c;
 }
 
+struct Replays {
+  std::mutex mutex;
+  uint64_t count = 0;
+  const Graph* last = nullptr;  // null when it is gone
+};
+Replays& replays() {
+  static auto* r = new Replays;
+  return *r;
+}
+
 }  // namespace
 
 Graph* active_capture(uint32_t id) {
@@ -63,6 +73,10 @@ Graph::Graph(int device, aclmdlRICaptureMode mode)
 }
 
 Graph::~Graph() {
+  {
+    std::lock_guard<std::mutex> lock(replays().mutex);
+    if (replays().last == this) replays().last = nullptr;
+  }
   std::lock_guard<std::mutex> lock(captures().mutex);
   captures().active.erase(id_);
 }
@@ -148,6 +162,14 @@ bool Graph::joined() const {
     }
   }
   return reached.size() == branches_.size();
+}
+
+Accesses Graph::accesses() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Accesses found;
+  for (const auto& b : branches_)
+    for (const auto& node : b->nodes) found.insert(found.end(), node.accesses.begin(), node.accesses.end());
+  return found;
 }
 
 void Graph::end() {
@@ -269,6 +291,11 @@ SOFTNPU_API aclError aclmdlRIExecuteAsync(aclmdlRI handle, aclrtStream stream) {
   auto* graph = static_cast<Graph*>(handle);
   if (stream_of(stream)->branch() != nullptr)
     return fail(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "a graph cannot be replayed inside a capture");
+  {
+    std::lock_guard<std::mutex> lock(replays().mutex);
+    ++replays().count;
+    replays().last = graph;
+  }
   stream_of(stream)->replay(graph);
   return ACL_SUCCESS;
 }
@@ -283,4 +310,16 @@ SOFTNPU_API aclError aclmdlRIDestroy(aclmdlRI handle) {
 SOFTNPU_API aclError aclmdlRIGetId(aclmdlRI handle, uint32_t* id) {
   *id = static_cast<Graph*>(handle)->id();
   return ACL_SUCCESS;
+}
+
+SOFTNPU_API uint64_t softnpu_replays() {
+  std::lock_guard<std::mutex> lock(replays().mutex);
+  return replays().count;
+}
+SOFTNPU_API uint64_t softnpu_replayed_accesses(SoftnpuAccess* out, uint64_t capacity) {
+  std::lock_guard<std::mutex> lock(replays().mutex);
+  if (replays().last == nullptr) return 0;
+  const Accesses found = replays().last->accesses();
+  std::copy_n(found.begin(), std::min<uint64_t>(capacity, found.size()), out);
+  return found.size();
 }

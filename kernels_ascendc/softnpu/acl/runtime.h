@@ -152,6 +152,7 @@ class Graph {
   ReplayItems announce(int32_t stream_id);  // queues a replay with the race detector
   // Runs all branches; returns when all are done. Called on the thread of `on`.
   void replay(Stream& on, const ReplayItems& items);
+  Accesses accesses() const;  // of all its tasks, as far as they were known when they were captured
   uint32_t id() const { return id_; }
   Stream* origin() const { return branches_.front()->stream; }
   // Whether a call that ACL does not allow during this capture may be made by this thread.

@@ -75,6 +75,11 @@ uint64_t softnpu_faults_injected(void);
 // its events complete, so that nobody waits for ever.
 void softnpu_clear_faults(void);
 
+// Graphs. How many replays there were, in all, and what the graph that was replayed last touches, as far as that was
+// known when it was captured: how many pieces (`out` gets the first `capacity`), none once the graph is gone.
+uint64_t softnpu_replays(void);
+uint64_t softnpu_replayed_accesses(SoftnpuAccess* out, uint64_t capacity);
+
 uint64_t softnpu_events_created(void);
 uint64_t softnpu_events_destroyed(void);
 

@@ -13,12 +13,14 @@ The description: ``checkpoint`` (a folder), ``engine`` (arguments of vllm.LLM ov
 of requests: ``id``, ``prompt`` as token ids, ``max_tokens``, and optionally the steps ``arrive`` and ``abort``),
 ``zero_state`` (numbers of workloads before whose every step the compressors' state is zeroed: a negative control),
 ``drafts`` ({request id: its expected tokens}: which drafts the scheduler is told, see ``_Drafts``), ``pattern``
-(a string of "a" and "r": whether the draft of position i is to be accepted), ``races`` (true: with the race detector).
+(a string of "a" and "r": whether the draft of position i is to be accepted), ``races`` (true: with the race detector),
+``replays`` (true: note every replay of a graph, see ``replays.py``), ``move_tables`` (number of a workload before which
+the plugin's state tables are moved: a negative control of that).
 
 The result: ``workloads`` (``tokens`` and ``logprobs`` by id; ``steps``; ``preemptions``; ``scheduled`` tokens of every
 call of the scheduler; ``usage`` of the KV cache and ``waiting`` by reason after every step; ``stuck`` if nothing could
-be scheduled any more), ``num_gpu_blocks`` and their ``kv_bytes``, ``groups``, ``peak_device_bytes`` by worker,
-``races``, ``seconds``.
+be scheduled any more; ``replays`` by worker, where asked for), ``num_gpu_blocks`` and their ``kv_bytes``, ``groups``,
+``peak_device_bytes`` by worker, ``races``, ``seconds``.
 
 Not done: sampling other than greedy; scheduler facts where the engine core runs in a process of its own.
 """
@@ -53,6 +55,10 @@ QUIET = {
     "SOFTNPU_HBM_MB": "2048",
 }
 """The environment of an engine where the caller's has no say of its own."""
+KEYS = frozenset(
+    {"checkpoint", "engine", "workloads", "zero_state", "drafts", "pattern", "races", "replays", "move_tables"}
+)
+"""What a description may have."""
 STUCK_AFTER = 20
 """Steps in a row that run nothing and end nothing, with requests waiting."""
 
@@ -215,8 +221,7 @@ def _drive(llm: Any, core: Any, number: int, workload: list[dict[str, Any]], zer
 
 def execute(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Run a description in this process, see the module."""
-    unknown = set(spec) - {"checkpoint", "engine", "workloads", "zero_state", "drafts", "pattern", "races"}
-    if unknown:
+    if unknown := set(spec) - KEYS:
         raise ValueError(f"engine description: unknown {sorted(unknown)}; the module says what there is")
     start = time.perf_counter()
     for name, value in QUIET.items():
@@ -224,7 +229,7 @@ def execute(spec: Mapping[str, Any]) -> dict[str, Any]:
     from vllm import LLM
     from vllm.compilation.counter import compilation_counter
 
-    from afd_dsv4.softnpu import runtime
+    from afd_dsv4.softnpu import replays, runtime
 
     llm = LLM(model=spec["checkpoint"], **{**DEFAULTS, **spec.get("engine", {})})
     built = time.perf_counter()
@@ -236,9 +241,15 @@ def execute(spec: Mapping[str, Any]) -> dict[str, Any]:
         _Drafts(core, spec["drafts"], spec.get("pattern", "a"))
     if spec.get("races"):
         runtime.set_race_detection(True)
-    workloads = [
-        _drive(llm, core, i, load, i in spec.get("zero_state", ())) for i, load in enumerate(spec["workloads"])
-    ]
+    if spec.get("replays"):
+        llm.collective_rpc(replays.watch)
+    workloads = []
+    for i, load in enumerate(spec["workloads"]):
+        if i == spec.get("move_tables"):
+            llm.collective_rpc(replays.move_tables)
+        workloads.append(_drive(llm, core, i, load, i in spec.get("zero_state", ())))
+        if spec.get("replays"):
+            workloads[-1]["replays"] = llm.collective_rpc(replays.take)
     races = [str(race) for race in runtime.races()]
     config = core.scheduler.kv_cache_config if core is not None else None
     return {

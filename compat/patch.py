@@ -312,7 +312,8 @@ def _wrapped(original: Any, make: Callable[[Any], Any]) -> Any:
 
 
 def _module_attributes() -> Iterator[tuple[types.ModuleType, str, Any]]:
-    for module in list(sys.modules.values()):
+    # Some modules have two names, such as os.path; each once.
+    for module in {id(module): module for module in list(sys.modules.values())}.values():
         if isinstance(module, types.ModuleType):
             for name, value in list(vars(module).items()):
                 yield module, name, value

@@ -208,6 +208,16 @@ def test_whoever_holds_an_original_by_value_gets_the_replacement_and_the_origina
     assert one.s is home.Derived.static is static
 
 
+def test_a_module_with_two_names_is_patched_once_and_nothing_is_said_to_be_left(home, applied, monkeypatch):
+    original = home.free
+    one = home.make("one", HOLDER)
+    monkeypatch.setitem(sys.modules, "alias_of_one", one)
+    patches = applied(patch("free", doubled))
+    assert one.renamed is home.free is not original
+    assert patches.undo() == ()
+    assert one.renamed is home.free is original
+
+
 @pytest.mark.parametrize("how", [{"leave": ("one:renamed",)}, {"alone": True}], ids=str)
 def test_a_name_that_is_left_keeps_the_original_held_by_value(home, applied, how):
     original = home.free

@@ -157,6 +157,48 @@ def test_an_operator_gives_the_values_of_the_cpu(name: str, waits: bool, body: A
         torch.testing.assert_close(result.cpu(), expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+QUESTIONS: list[tuple[str, Callable[[str], Any]]] = [
+    ("float_scalar", lambda d: torch.arange(4, device=d) + 0.5),
+    ("int_scalar", lambda d: torch.arange(4, device=d) + 5),
+    ("wrapped_number", lambda d: torch.arange(4, device=d) + torch.tensor(5, device=d)),
+    ("other_tensor", lambda d: torch.ones(4, 3, device=d) * torch.ones(4, 3, device=d).mul(2)),
+    ("same_tensor", lambda d: (lambda x: torch.mul(x, x, out=x))(torch.full((4, 3), 2.0, device=d))),
+    ("dense", lambda d: torch.ones(4, 3, device=d).exp()),
+    ("transposed", lambda d: torch.ones(3, 4, device=d).t().exp()),
+    ("one_row", lambda d: torch.ones(1, 3, device=d) + torch.ones(4, 1, device=d)),
+    ("grown_out", lambda d: torch.add(torch.ones(4, device=d), 1, out=torch.empty(0, device=d))),
+    ("right_out", lambda d: torch.add(torch.ones(4, device=d), 1, out=torch.empty(4, device=d))),
+    ("dim_0", lambda d: torch.ones(4, 3, device=d).sum(0)),
+    ("dim_1", lambda d: torch.ones(4, 3, device=d).sum(1)),
+    ("kept_dim", lambda d: torch.ones(4, 3, device=d).sum(1, keepdim=True)),
+    ("pieces", lambda d: torch.cat([torch.ones(2, device=d), torch.ones(3, device=d)])),
+    ("other_pieces", lambda d: torch.cat([torch.ones(1, device=d), torch.ones(5, device=d)])),
+]
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_the_same_question_asked_again_or_a_little_differently_gets_its_own_answer(default: Any) -> None:
+    """Shapes that a meta kernel gave are remembered: for the same arguments and default dtype alone."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        for _ in range(2):
+            for name, ask in QUESTIONS:
+                expected, found = ask("cpu"), ask("npu")
+                about = [(t.shape, t.stride(), t.dtype) for t in (expected, found)]
+                assert about[0] == about[1], name
+                assert torch.equal(found.cpu(), expected), name
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_what_was_refused_is_refused_again_after_the_right_call() -> None:
+    for _ in range(2):
+        assert (torch.ones(3, device="npu") + torch.ones(3, device="npu")).shape == (3,)
+        with pytest.raises(RuntimeError, match="must match"):
+            torch.ones(3, device="npu") + torch.ones(4, device="npu")
+
+
 def test_the_comparison_sees_a_wrong_value() -> None:
     with pytest.raises(AssertionError):
         torch.testing.assert_close((torch.ones(3).npu() + 1e-3).cpu(), torch.ones(3), rtol=1e-5, atol=1e-5)

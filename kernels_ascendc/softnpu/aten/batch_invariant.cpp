@@ -146,33 +146,43 @@ void multiply(const Tensor& a, const Tensor& b, float* out) {
   const int64_t groups = (rows + kernel.rows - 1) / kernel.rows;
   const float *left = a.const_data_ptr<float>(), *right = b.const_data_ptr<float>();
   const int64_t down = b.stride(0), across = b.stride(1);
-  std::vector<float> packed(groups * kernel.rows * std::min(depth, softnpu::kDepthBlock));
-  std::vector<float> panel(width * std::min(depth, softnpu::kDepthBlock)), sums(groups * kernel.rows * width);
-  for (int64_t column = 0; column < columns; column += width) {
-    const int64_t count = std::min(width, columns - column);
-    std::fill(sums.begin(), sums.end(), 0.0f);
-    for (int64_t begin = 0; begin < depth; begin += softnpu::kDepthBlock) {
-      const int64_t length = std::min(softnpu::kDepthBlock, depth - begin);
-      if (column == 0 || depth > softnpu::kDepthBlock)
-        for (int64_t i = 0; i < groups * kernel.rows; ++i) {
-          float* to = packed.data() + i / kernel.rows * kernel.rows * length + i % kernel.rows;
-          for (int64_t k = 0; k < length; ++k)
-            to[k * kernel.rows] = i < rows ? left[i * a.stride(0) + (begin + k) * a.stride(1)] : 0.0f;
-        }
+  const int64_t panels = (columns + width - 1) / width, most = std::min(depth, softnpu::kDepthBlock);
+  std::vector<float> packed(groups * kernel.rows * most), panel(width * most);
+  std::vector<float> sums(panels * groups * kernel.rows * width);  // [panel][group][row][column]
+  for (int64_t begin = 0; begin < depth; begin += softnpu::kDepthBlock) {
+    const int64_t length = std::min(softnpu::kDepthBlock, depth - begin);
+    std::fill(packed.begin(), packed.end(), 0.0f);
+    for (int64_t i = 0; i < rows; ++i) {
+      float* to = packed.data() + i / kernel.rows * kernel.rows * length + i % kernel.rows;
+      const float* row = left + i * a.stride(0) + begin * a.stride(1);
+      for (int64_t k = 0; k < length; ++k) to[k * kernel.rows] = row[k * a.stride(1)];
+    }
+    for (int64_t column = 0; column < columns; column += width) {
+      const int64_t count = std::min(width, columns - column);
       if (count < width) std::fill(panel.begin(), panel.end(), 0.0f);
       const float* from = right + begin * down + column * across;
-      constexpr int64_t kStep = 8;  // of a matrix with contiguous columns, so
-                                    // that neither side is left for long
+      // Of a matrix with contiguous columns, in steps, so that neither side is left for long.
+      constexpr int64_t kStep = 8;
       for (int64_t first = 0; first < length; first += kStep)
-        for (int64_t j = 0; j < count; ++j)
-          for (int64_t k = first; k < std::min(first + kStep, length); ++k)
-            panel[k * width + j] = from[k * down + j * across];
+        for (int64_t j = 0; j < count; ++j) {
+          const float* column_of = from + first * down + j * across;
+          float* panel_of = panel.data() + first * width + j;
+          const int64_t step = std::min(kStep, length - first);
+          if (down == 1 && step == kStep)
+            for (int64_t k = 0; k < kStep; ++k) panel_of[k * width] = column_of[k];
+          else
+            for (int64_t k = 0; k < step; ++k) panel_of[k * width] = column_of[k * down];
+        }
+      float* to = sums.data() + column * groups * kernel.rows;
       for (int64_t group = 0; group < groups; ++group)
-        kernel.tile(packed.data() + group * kernel.rows * length, panel.data(),
-                    sums.data() + group * kernel.rows * width, width, length);
+        kernel.tile(packed.data() + group * kernel.rows * length, panel.data(), to + group * kernel.rows * width, width,
+                    length);
     }
-    for (int64_t i = 0; i < rows; ++i) std::copy_n(sums.data() + i * width, count, out + i * columns + column);
   }
+  for (int64_t column = 0; column < columns; column += width)
+    for (int64_t i = 0; i < rows; ++i)
+      std::copy_n(sums.data() + column * groups * kernel.rows + i * width, std::min(width, columns - column),
+                  out + i * columns + column);
 }
 
 // The product of two matrices, or of two batches of them.

@@ -10,6 +10,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <stdexcept>
@@ -223,7 +224,111 @@ bool shape_depends_on_data(const Call& call) {
   return masks;
 }
 
+// What the meta kernels said before. Most of them are Python (torch._refs), and cost more than the operator itself; an
+// engine asks the same thing in every step. What they say is a function of the arguments without the tensors' contents
+// and of the default dtype. Only results are kept, not refusals.
+class Remembered {
+ public:
+  // The question as bytes; empty if it cannot be written down.
+  static std::string question(const Call& call) {
+    std::string key = call.full_name;
+    add(&key, static_cast<int64_t>(at::get_default_dtype_as_scalartype()));
+    std::vector<const void*> seen;  // a tensor that is given twice is one tensor
+    for (const IValue& value : call.arguments)
+      if (!add_value(&key, value, &seen)) return {};
+    return key;
+  }
+
+  bool find(const std::string& key, Stack* results) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = answers_.find(key);
+    if (found == answers_.end()) return false;
+    *results = found->second;
+    return true;
+  }
+
+  void keep(const std::string& key, const Stack& results) {
+    // Without the tensors' Python objects, which only a thread with Python's global lock may release.
+    Stack copies;
+    for (const IValue& value : results)
+      copies.push_back(map_value(value, c10::DeviceType::Meta, [](const at::Tensor& t) {
+        return t.defined() ? at::Tensor(at::detail::empty_strided_meta(t.sizes(), t.strides(), t.scalar_type())) : t;
+      }));
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (answers_.size() == kMost) answers_.clear();
+    answers_.emplace(key, std::move(copies));
+  }
+
+ private:
+  static constexpr size_t kMost = 1 << 15;
+
+  template <class T>
+  static void add(std::string* key, const T& value) {
+    key->append(reinterpret_cast<const char*>(&value), sizeof value);
+  }
+  static void add(std::string* key, at::IntArrayRef values) {
+    add(key, values.size());
+    for (const int64_t value : values) add(key, value);
+  }
+
+  static bool add_tensor(std::string* key, const at::Tensor& t, std::vector<const void*>* seen) {
+    const auto* impl = t.unsafeGetTensorImpl();
+    add(key, std::find(seen->begin(), seen->end(), impl) - seen->begin());
+    seen->push_back(impl);
+    add(key, t.defined());
+    if (!t.defined()) return true;
+    // Of a host tensor the contents may matter; those of a number are written down.
+    if (!on_device(t) && !(impl->is_wrapped_number() && t.dim() == 0)) return false;
+    add(key, t.scalar_type());
+    add(key, impl->is_wrapped_number());
+    add(key, on_device(t));
+    if (on_device(t)) {
+      add(key, t.sizes());
+      add(key, t.strides());
+    } else {
+      key->append(static_cast<const char*>(t.const_data_ptr()), t.element_size());
+    }
+    return true;
+  }
+
+  static bool add_value(std::string* key, const IValue& value, std::vector<const void*>* seen) {
+    key->append(value.tagKind());
+    key->push_back('\0');
+    if (value.isNone() || value.isGenerator()) return true;
+    if (value.isTensor()) return add_tensor(key, value.toTensor(), seen);
+    if (value.isInt()) return add(key, value.toInt()), true;
+    if (value.isDouble()) return add(key, value.toDouble()), true;
+    if (value.isBool()) return add(key, value.toBool()), true;
+    if (value.isComplexDouble()) return add(key, value.toComplexDouble()), true;
+    if (value.isDevice()) return add(key, value.toDevice().type()), true;
+    if (value.isString()) {
+      const std::string& text = value.toStringRef();
+      add(key, text.size());
+      key->append(text);
+      return true;
+    }
+    if (value.isList()) {
+      const auto list = value.toListRef();
+      add(key, list.size());
+      for (const IValue& each : list)
+        if (!add_value(key, each, seen)) return false;
+      return true;
+    }
+    return false;
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<std::string, Stack> answers_;
+};
+
+Remembered& remembered() {
+  static auto* all = new Remembered;  // never destroyed: a stream's thread may outlive static objects
+  return *all;
+}
+
 void call_meta(const Call& call, Stack* results) {
+  const std::string question = Remembered::question(call);
+  if (!question.empty() && remembered().find(question, results)) return;
   at::AutoDispatchBelowADInplaceOrView guard;
   std::unordered_map<const void*, at::Tensor> metas;
   Stack arguments;
@@ -241,6 +346,7 @@ void call_meta(const Call& call, Stack* results) {
   }
   call.cpu_op.callBoxed(arguments);
   *results = std::move(arguments);
+  if (!question.empty() && call.returns_tensors_only()) remembered().keep(question, *results);
 }
 
 // Runs the meta kernel. False when there is none or it cannot tell: then the CPU kernel has the word.

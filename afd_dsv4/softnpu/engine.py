@@ -26,6 +26,7 @@ Not done: sampling other than greedy; scheduler facts where the engine core runs
 """
 
 import contextlib
+import gc
 import json
 import os
 import subprocess
@@ -226,11 +227,15 @@ def execute(spec: Mapping[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    # Half a million objects of modules, never garbage: looking at them is a tenth of an engine's time.
+    gc.disable()
     from vllm import LLM
     from vllm.compilation.counter import compilation_counter
 
     from afd_dsv4.softnpu import replays, runtime
 
+    gc.freeze()
+    gc.enable()
     llm = LLM(model=spec["checkpoint"], **{**DEFAULTS, **spec.get("engine", {})})
     built = time.perf_counter()
     # The engine core is there to be asked only where it runs in this process.

@@ -12,7 +12,9 @@ answers to us after it has answered to vLLM. No module and no class of anybody c
 the identical object and is looked up anew each time, so that it does not matter who wraps it when. Each configuration
 is decided on by itself; one is on, the next off. Where the gate says on, the configuration gets the worker class of the
 adapter (a string, as for ``--worker-cls``) and the settings with nothing left open, so that engine cores and workers
-need neither a probe nor our environment variables. With ``AFD_DSV4_MODE=off`` not even the attribute is set.
+need neither a probe nor our environment variables. From then on ``validate_request``, the platform's say in every
+request, answers to us too, for a kind of request that no configuration tells of and that would end the engine: it is
+refused alone. With ``AFD_DSV4_MODE=off`` no attribute is set.
 
 An operator's setting that cannot be read ends the configuration with one line (`InputError`): a server that runs
 natively for hours although it was told otherwise is worse. A mode that is refused is a warning, and native code runs.
@@ -27,7 +29,9 @@ import importlib
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from afd_dsv4 import __version__
@@ -39,7 +43,8 @@ from afd_dsv4.geometry import InputError
 # importing vLLM.
 _logger: Final = logging.getLogger("vllm.plugins.afd_dsv4")
 
-_HOOK: Final = "check_and_update_config"
+_CONFIGURATIONS: Final = "check_and_update_config"
+_REQUESTS: Final = "validate_request"
 #: Modules of vLLM that load plugins where the configuration is already made. The loader passes its plugins nothing, so
 #: its caller is all that tells such a process apart; one that is not told apart has an attribute that nobody calls.
 _CONFIGURED: Final = frozenset({"vllm.v1.engine.core", "vllm.v1.worker.worker_base"})
@@ -86,7 +91,7 @@ def register() -> None:
     _state = replace(before, pid=os.getpid(), calls=before.calls + 1, error=None)
     try:
         if not _is_configured():
-            _state = replace(_state, watching=_watch())
+            _state = replace(_state, watching=_watch_configurations())
         if switched_off(os.environ):
             unwatch()
             _state = replace(_state, watching=False)
@@ -100,27 +105,28 @@ def platform() -> None:
 
 
 def unwatch() -> None:
-    """Take our attribute off vLLM's current platform. Does nothing where there is none."""
+    """Take our attributes off vLLM's current platform. Does nothing where there are none."""
     target = getattr(sys.modules.get("vllm.platforms"), "_current_platform", None)
-    watch = getattr(target, "__dict__", {}).get(_HOOK)
-    if isinstance(watch, _Watch):
-        if watch.before is None:
-            delattr(target, _HOOK)
-        else:
-            setattr(target, _HOOK, watch.before)
+    for name in (_CONFIGURATIONS, _REQUESTS):
+        watch = getattr(target, "__dict__", {}).get(name)
+        if isinstance(watch, _Watch):
+            if watch.before is None:
+                delattr(target, name)
+            else:
+                setattr(target, name, watch.before)
 
 
 class _Watch:
-    """Stands in for the method of one platform instance, and is called with every configuration that vLLM makes."""
+    """Stands in for one method of one platform instance: calls that, then us."""
 
-    def __init__(self, target: Any) -> None:
-        self._class = type(target)
-        self.before = vars(target).get(_HOOK)  # nobody's, as far as we know
+    def __init__(self, target: Any, name: str, then: Callable[..., None]) -> None:
+        self._class, self._name, self._then = type(target), name, then
+        self.before = vars(target).get(name)  # nobody's, as far as we know
 
-    def __call__(self, vllm_config: Any) -> None:
-        native = self.before or getattr(self._class, _HOOK)
-        native(vllm_config)
-        configure(vllm_config, self._class)
+    def __call__(self, *args: Any) -> None:
+        native = self.before or getattr(self._class, self._name)
+        native(*args)
+        self._then(*args)
 
 
 def configure(vllm_config: Any, platform_class: type) -> None:
@@ -166,6 +172,7 @@ def _decide(vllm_config: Any, platform_class: type) -> None:
 
         decision = decide(settings, facts_from(vllm_config, platform_class, stack, verify(stack)))
     if decision.settings:
+        _watch(_platform(), _REQUESTS, _refuse_streaming_input)
         # A mapping of its own: the operator's may be used for another engine.
         vllm_config.additional_config = {**additional, KEY: decision.settings.as_mapping()}
         parallel.worker_cls = ours
@@ -185,15 +192,43 @@ def _is_configured() -> bool:
     return frame.f_globals.get("__name__") in _CONFIGURED
 
 
-def _watch() -> bool:
+def _watch_configurations() -> bool:
     """Answer to every configuration from now on; False in a process without vLLM."""
     if "vllm" not in sys.modules:
         return False
-    # vLLM chooses its platform at this access, if it has not yet; it must before it makes a configuration.
-    target = importlib.import_module("vllm.platforms").current_platform
-    if not isinstance(vars(target).get(_HOOK), _Watch):
-        setattr(target, _HOOK, _Watch(target))
+    target = _platform()
+    _watch(target, _CONFIGURATIONS, partial(configure, platform_class=type(target)))
     return True
+
+
+def _platform() -> Any:
+    # vLLM chooses its platform at this access, if it has not yet; it must before it makes a configuration.
+    return importlib.import_module("vllm.platforms").current_platform
+
+
+def _watch(target: Any, name: str, then: Callable[..., None]) -> None:
+    if not isinstance(vars(target).get(name), _Watch):
+        setattr(target, name, _Watch(target, name, then))
+
+
+def _refuse_streaming_input(*_: Any) -> None:
+    """Refuse a request that is to stop and go on with more input, on an engine with the plugin.
+
+    It keeps its tail while it waits for input. The scheduler takes it for waiting, not for running, and admits others;
+    they find no tail, and the engine ends. The platform is told neither that a request is one of those nor which engine
+    it is for; the caller knows both (`vllm/v1/engine/input_processor.py:InputProcessor.process_inputs`). Requests that
+    were not made there are not seen.
+
+    :raises InputError: vLLM hands it to whoever sent the request; the engine goes on.
+    """
+    caller = sys._getframe(2).f_locals  # of `_Watch`, and of vLLM
+    if not caller.get("resumable"):
+        return
+    from afd_dsv4.compat.adapters import ADAPTERS
+
+    if caller["self"].vllm_config.parallel_config.worker_cls in {adapter.worker for adapter in ADAPTERS.values()}:
+        found = "a request that stops and goes on with more input would keep its place while it waits"
+        raise InputError("streaming input", found, "send whole prompts, or serve it with mode 'off'")
 
 
 def _decided(settings: Settings, decision: Decision) -> None:

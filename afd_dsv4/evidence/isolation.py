@@ -3,7 +3,7 @@
 """Isolation: with the plugin loaded and off, is every upstream symbol still the identical object?
 
 Off is: no mode, mode off, and mode afd in a server without AFD; each behind an engine configuration of a DeepSeek-V4.
-The one attribute that the plugin may set on vLLM's platform instance is no symbol of a module or class; see plugin.py.
+What the plugin may set on vLLM's platform instance is no symbol of a module or class; see plugin.py.
 The answer comes from `isolation_probe.py`, in processes where nobody has patched anything before.
 """
 

@@ -55,8 +55,8 @@ OTHERS = "ascend,ascend_kv_connector,ascend_model,ascend_model_loader,ascend_ser
 OWN = "afd_dsv4"
 MODES = (None, "off", "afd", "colocated", "nonsense")
 PLATFORM = "vllm.platforms.current_platform"
-#: The one attribute that the plugin sets, on vLLM's platform instance (see plugin.py).
-WATCH = f"{PLATFORM}.check_and_update_config"
+#: The attributes that the plugin sets, on vLLM's platform instance, the second where it is on (see plugin.py).
+WATCHES = {f"{PLATFORM}.check_and_update_config", f"{PLATFORM}.validate_request"}
 #: The loader's own flag flips when it loads.
 LOADED = "vllm.plugins.plugins_loaded"
 
@@ -304,7 +304,7 @@ def main() -> None:
             "platform": platform_name,
             "compared": len(snapshot()),
             "theirs": sorted(theirs),
-            "modes": {str(mode): in_child(observe, mode, model, theirs | {WATCH, LOADED}) for mode in MODES},
+            "modes": {str(mode): in_child(observe, mode, model, theirs | WATCHES | {LOADED}) for mode in MODES},
             "engines": in_child(decide_all, model, engines) if model else {},
             "processes": {f.__name__: in_child(f, model) for f in (loaded_by_worker, loaded_by_engine_core) if model},
             "planted": in_child(plant),

@@ -27,7 +27,7 @@ README = Path(__file__).parents[2] / "README.md"
 PROBE = "afd_dsv4.evidence.isolation_probe"
 NATIVE = "vllm_ascend.worker.worker.NPUWorker"
 ADAPTED = worker_class("vllm-ascend-0.23.0")
-WATCH = "check_and_update_config"
+WATCH, REQUESTS = "check_and_update_config", "validate_request"
 ON = {"afd_dsv4": {"mode": "colocated"}}
 
 #: One process makes them one after the other.
@@ -94,9 +94,11 @@ def test_no_upstream_symbol_changes_in_any_mode(stack, mode):
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_the_platform_instance_has_our_attribute_unless_the_environment_says_off(stack):
+def test_the_platform_instance_has_our_attribute_unless_the_environment_says_off_and_two_where_on(stack):
     modes = probe(stack)["modes"]
     assert [WATCH in modes[mode]["watched"] for mode in MODES] == [mode != "off" for mode in MODES]
+    on = "colocated" if stack == "ascend" else None
+    assert [REQUESTS in modes[mode]["watched"] for mode in MODES] == [mode == on for mode in MODES]
     assert [modes[mode]["watching"] for mode in MODES] == [mode != "off" for mode in MODES]
 
 
@@ -134,7 +136,7 @@ def test_what_upstream_itself_sets_anew_with_every_configuration_is_little():
 def test_a_process_that_got_its_configuration_has_nothing_of_ours_on_the_platform(process):
     found = probe("ascend")["processes"][process]
     assert (found["calls"], found["watching"], found["error"]) == (1, False, None)
-    assert WATCH not in found["watched"]
+    assert not {WATCH, REQUESTS} & set(found["watched"])
 
 
 def modes_engine(mode):

@@ -52,6 +52,10 @@ class Vllm:
                 vllm_config.parallel_config.worker_cls = vllm_config.parallel_config.worker_cls or gate.NATIVE_WORKER
                 resolved.vllm_config = vllm_config
 
+            @classmethod
+            def validate_request(cls, processed_inputs, params):
+                seen.append((processed_inputs, params))
+
         NPUPlatform.__module__, NPUPlatform.__qualname__ = "vllm_ascend.platform", "NPUPlatform"
         resolved = SimpleNamespace(vllm_config=None, multistream_dsv4_dsa_overlap=False)
         self.platform = NPUPlatform()
@@ -258,6 +262,59 @@ def test_a_configuration_without_a_model_is_none(vllm, adapter, monkeypatch):
     vllm_config.model_config = None
     vllm.check(vllm_config)
     assert (state().configurations, state().decision) == (0, None)
+
+
+# Requests.
+
+
+class InputProcessor:
+    """Asks the platform as vLLM's does."""
+
+    def __init__(self, vllm, vllm_config):
+        self.vllm, self.vllm_config = vllm, vllm_config
+
+    def process_inputs(self, prompt, resumable=False):
+        self.vllm.platform.validate_request(prompt, "params")
+        return prompt
+
+
+def test_streaming_input_is_refused_by_name_where_the_plugin_is_on_and_nowhere_else(vllm, adapter):
+    plugin.register()
+    native, ours = vllm.configure(), vllm.configure(afd_dsv4={"mode": "colocated"})
+    for vllm_config, refused in ((native, False), (ours, True)):
+        engine = InputProcessor(vllm, vllm_config)
+        assert engine.process_inputs("whole") == "whole"
+        assert vllm.seen[-1] == ("whole", "params")
+        if refused:
+            with pytest.raises(
+                InputError, match=r"streaming input: .* keep its place while it waits; send whole prompts"
+            ):
+                engine.process_inputs("a part", resumable=True)
+        else:
+            assert engine.process_inputs("a part", resumable=True) == "a part"
+
+
+def test_requests_are_watched_from_the_first_engine_with_the_plugin_until_unwatched(vllm, adapter):
+    plugin.register()
+    vllm.configure()
+    assert list(vars(vllm.platform)) == ["check_and_update_config"]
+    for _ in range(2):
+        vllm.configure(afd_dsv4={"mode": "colocated"})
+        assert list(vars(vllm.platform)) == ["check_and_update_config", "validate_request"]
+    plugin.unwatch()
+    assert vars(vllm.platform) == {}
+
+
+def test_a_platform_that_refuses_a_request_itself_is_heard(vllm, adapter, monkeypatch):
+    plugin.register()
+    ours = vllm.configure(afd_dsv4={"mode": "colocated"})
+
+    def refuse(*_):
+        raise ValueError("theirs")
+
+    monkeypatch.setattr(type(vllm.platform), "validate_request", staticmethod(refuse))
+    with pytest.raises(ValueError, match="theirs"):
+        InputProcessor(vllm, ours).process_inputs("whole")
 
 
 # Refusals and errors.

@@ -99,6 +99,8 @@ def set_cores(module: ModuleType) -> None:
 @body("vllm.v1.worker.block_table:_compute_slot_mapping_kernel")
 def _slot_mapping(grid: tuple[int], arguments: dict[str, Any]) -> None:
     """Write each token's slot, and ``PAD_ID`` behind the last token; tokens of no request keep what was there."""
+    if (cut := arguments.get("BLOCKS_PER_KV_BLOCK", 1)) != 1:  # an argument since vLLM 0.26.0
+        raise NotImplementedError(f"_compute_slot_mapping_kernel with {cut} blocks to one block of KV has no body")
     requests = grid[0] - 1
     num_tokens = arguments["num_tokens"]
     starts = arguments["query_start_loc_ptr"]

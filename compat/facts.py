@@ -29,6 +29,7 @@ _MISSING: Final = object()
 #: Only a vllm-ascend that has this function has the native tail mode (vllm-project/vllm-ascend#15452).
 _NATIVE_TAIL_GATE: Final = "get_dsv4_shared_compressor_workspace_fallback_reasons"
 _OWN_SCHEDULERS: Final = ("vllm.v1.core.sched.scheduler.Scheduler", "vllm.v1.core.sched.async_scheduler.AsyncScheduler")
+_SHORT_FIRST: Final = "vllm-ascend's short_request_first_config"
 _NATIVE_TAIL_KEY: Final = "enable_dsv4_shared_compressor_workspace"
 
 
@@ -188,12 +189,23 @@ def _lora(config: _Reader) -> bool | None:
 
 
 def _scheduler_cls(scheduler: _Reader) -> str | None:
-    """A scheduler by name or class; None for vLLM's own."""
+    """A scheduler by name or class, or vllm-ascend's queue within vLLM's; None for vLLM's own."""
     found = scheduler.optional("scheduler_cls")
     if found is None:
-        return None
+        return _SHORT_FIRST if _short_first() else None
     name = found if isinstance(found, str) else f"{found.__module__}.{found.__qualname__}"
     return None if name in _OWN_SCHEDULERS else name
+
+
+def _short_first() -> bool:
+    """Whether short requests go first, which a vllm-ascend that has it puts into vLLM's scheduler without a name.
+
+    `vllm_ascend/ascend_config.py:SchedulerConfig` of 80d8c194f; without asynchronous scheduling, see
+    `patch_balance_schedule.py:BalanceScheduler.__init__`.
+    """
+    resolve = getattr(sys.modules.get("vllm_ascend.ascend_config"), "get_ascend_config", None)
+    options = getattr(resolve(), "scheduler_config", None) if resolve else None
+    return bool(getattr(getattr(options, "short_request_first_config", None), "enabled", False))
 
 
 def _device(unread: list[str]) -> Any:

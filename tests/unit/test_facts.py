@@ -217,6 +217,12 @@ def test_an_encoder_elsewhere_lora_priorities_and_foreign_schedulers_are_seen(as
     assert read(vllm_config, ascend).scheduler_cls is None
 
 
+def test_a_queue_that_vllm_ascend_puts_into_the_scheduler_without_a_name_is_told(ascend):
+    for enabled, told in ((False, None), (True, "vllm-ascend's short_request_first_config")):
+        ascend.scheduler_config = SimpleNamespace(short_request_first_config=SimpleNamespace(enabled=enabled))
+        assert read(configuration(), ascend).scheduler_cls == told
+
+
 def test_the_native_tail_mode_counts_only_where_the_stack_has_it(ascend, monkeypatch):
     asked = configuration(enable_dsv4_shared_compressor_workspace=True)
     assert read(asked, ascend).native_tail is False

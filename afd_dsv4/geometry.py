@@ -304,12 +304,14 @@ class PageLayout:
                 )
 
 
+_A2_AND_A3 = {  # Atlas; `_DSV4_BLOCK_SIZES` in vllm_ascend/models/layer/attention/layer.py
+    128: PageLayout(128, 128, 128, 8, 32, 16640, 131072),
+    64: PageLayout(64, 64, 64, 4, 16, 8320, 65536),
+    32: PageLayout(32, 32, 32, 2, 8, 4160, 32768),
+}
 _STACKS: dict[str, dict[int, PageLayout]] = {
-    "vllm-ascend-0.23.0": {  # Atlas A2 and A3
-        128: PageLayout(128, 128, 128, 8, 32, 16640, 131072),
-        64: PageLayout(64, 64, 64, 4, 16, 8320, 65536),
-        32: PageLayout(32, 32, 32, 2, 8, 4160, 32768),
-    },
+    "vllm-ascend-0.23.0": _A2_AND_A3,
+    "vllm-ascend-80d8c194f": _A2_AND_A3,  # the file is the same to the byte
 }
 STACKS = tuple(_STACKS)
 DEFAULT_STACK = STACKS[0]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from afd_dsv4.compat import explain
+from afd_dsv4.compat.adapters import worker_class
 from afd_dsv4.compat.contract import Contract, Verdict, compare, fingerprint, load
 from afd_dsv4.compat.read import NotFound, NotReadable, Reader
 from afd_dsv4.compat.stack import (
@@ -91,6 +92,7 @@ class Answer:
             "subject": str(self.subject),
             "stack": self.subject.name,
             "contract": self.verdict.name if self.verdict.known else None,
+            "adapter": worker_class(self.subject.name),
             "nearest": self.nearest,
             "holds": len(self.verdict.targets),
             "drift": [drift.as_dict() for drift in self.verdict.drift],
@@ -108,6 +110,9 @@ class Answer:
                 "nearest contract, give their folder with --against."
             )
         lines = [f"found: {self.subject}", f"contract: {verdict.name}" + (", the nearest one" if self.nearest else "")]
+        adapter = worker_class(self.subject.name)
+        off = ", which stays off for what follows" if adapter and not verdict.holds else ""
+        lines.append(f"adapter: {adapter or 'none, the plugin stays off'}{off}")
         for target in dict.fromkeys(drift.target for drift in verdict.drift):
             same = [drift for drift in verdict.drift if drift.target == target]
             lines += ["", *(_wrapped(str(drift), "    ") for drift in same)]
@@ -123,7 +128,7 @@ class Answer:
         drifting = len({drift.target for drift in verdict.drift})
         said = f"drift in {drifting} of" if drifting else "no drift in"
         checked = len(verdict.targets) + drifting
-        lines += ["" if len(lines) > 2 else None, f"compat: {said} {checked} symbols of {verdict.name}"]  # type: ignore[list-item]
+        lines += ["" if len(lines) > 3 else None, f"compat: {said} {checked} symbols of {verdict.name}"]  # type: ignore[list-item]
         return "\n".join(line for line in lines if line is not None)
 
 

@@ -30,6 +30,10 @@ ADAPTERS: Final[dict[str, Adapter]] = {
         worker="afd_dsv4.compat.adapters.vllm_0_23_0_ascend_0_23_0.worker.AfdDsv4Worker",
         covers=frozenset({"async_scheduling", "full_graphs", "mtp", "optimistic_starts", "overlap"}),
     ),
+    "vllm-ascend-80d8c194f": Adapter(
+        worker="afd_dsv4.compat.adapters.vllm_0_26_0_ascend_80d8c194f.worker.AfdDsv4Worker",
+        covers=frozenset({"async_scheduling", "full_graphs", "mtp", "optimistic_starts", "overlap"}),
+    ),
 }
 
 

@@ -9,6 +9,7 @@ one native, one with the plugin, with the same random workloads, and every token
 token does not depend on what else is in its batch, so that two schedules may differ. Then one batch of 32,768 tokens,
 where native has as many bytes for its KV cache as the plugin has for KV cache, tails and slots together: with few of
 them native does not even start, with more it keeps the prompt waiting while others run.
+And the same tokens, whether the plugin is off, refused or not installed (untouched.py).
 As a negative control the same comparison runs with the plugin's tails zeroed between steps, and must fail.
 Not here: sampling other than greedy; what only a device can show: the model is small, its state sizes are real.
 
@@ -21,14 +22,15 @@ import argparse
 import json
 import random
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 from afd_dsv4.config import MODE_VARIABLE
+from afd_dsv4.evidence import untouched
 from afd_dsv4.geometry import from_hf_config, page_layout
 from afd_dsv4.softnpu import checkpoint, engine
 from afd_dsv4.workspace.sizing import WorkspaceSizes, size_workspace
@@ -50,6 +52,7 @@ ENOUGH_BLOCKS = 6_000
 OTHERS = 8
 #: One block id over all layers: one page of an indexer, one of an attention cache (block size 128).
 BLOCK_BYTES = 16_640 + 131_072
+LONG_HBM = {"SOFTNPU_HBM_MB": "8192"}
 REFUSAL = "To serve at least one request with the model's max seq len"  # vllm/v1/core/kv_cache_utils.py
 
 
@@ -158,6 +161,7 @@ class Compared:
         mismatched: of them.
         logprobs_differ: log probabilities of tokens that have other bits; finer than tokens, which may survive a fault.
         preemptions: of the native engine, and of the plugin's.
+        seconds: of both engines together.
     """
 
     name: str
@@ -200,17 +204,15 @@ def compare(
     return found
 
 
-def run_all(specs: Sequence[tuple[Mapping[str, Any], Mapping[str, str]]], jobs: int) -> list[dict[str, Any]]:
-    """Run engines, each in a fresh process, `jobs` at once."""
-    with ThreadPoolExecutor(jobs) as threads:
-        return list(threads.map(lambda spec: engine.run(spec[0], spec[1], timeout_s=3000), specs))
-
-
 class Bench:
-    """The checkpoints, and how an engine is started natively or with the plugin."""
+    """The checkpoints, and how an engine is started natively or with the plugin; `jobs` of them run at once.
+
+    Its parts may be called from as many threads as one likes.
+    """
 
     def __init__(self, folder: Path, jobs: int) -> None:
-        self.jobs = jobs
+        self._folder = folder
+        self._turns = Semaphore(jobs)
         self.plain = checkpoint.Geometry()
         self.drafting = checkpoint.Geometry(mtp=True)
         self._folders = {
@@ -218,6 +220,19 @@ class Bench:
             for geometry in (self.plain, self.drafting)
         }
         self._environment = {"SOFTNPU_WAIVE": ",".join(self.plain.waivers)}
+
+    def run(
+        self, spec: Mapping[str, Any], environment: Mapping[str, str], python: str = sys.executable
+    ) -> dict[str, Any]:
+        """Run an engine in a fresh process, when it is its turn."""
+        with self._turns:
+            return engine.run(spec, environment, 3000, python)
+
+    def run_both(self, native: Mapping[str, Any], plugin: Mapping[str, Any], **variables: str) -> list[dict[str, Any]]:
+        """Run two engines: one natively, one with the plugin."""
+        with ThreadPoolExecutor(2) as threads:
+            modes = [self.environment(mode, **variables) for mode in ("off", "colocated")]
+            return list(threads.map(self.run, (native, plugin), modes))
 
     def spec(self, arguments: Mapping[str, Any], loads: Sequence[Any], **more: Any) -> dict[str, Any]:
         """A description for `softnpu.engine`."""
@@ -231,27 +246,20 @@ class Bench:
 
     def parity(self, configuration: Configuration, count: int, seed: int = SEED) -> Compared:
         """One configuration, native against plugin."""
-        began = time.monotonic()
         loads = workloads(configuration, count, seed, self.plain.vocabulary)
         native = {**configuration.engine, **configuration.native}
         more: dict[str, Any] = {}
         if configuration.drafts is not None:
             # What is to be accepted must be known: the tokens of the same requests without drafts.
             plain = {name: value for name, value in native.items() if name != "speculative_config"}
-            expected = run_all([(self.spec(plain, loads), self.environment("off"))], 1)[0]
+            expected = self.run(self.spec(plain, loads), self.environment("off"))
             more = {
                 "drafts": {name: tokens for load in expected["workloads"] for name, tokens in load["tokens"].items()},
                 "pattern": configuration.drafts,
             }
-        results = run_all(
-            [
-                (self.spec(native, loads, **more), self.environment("off")),
-                (self.spec(configuration.engine, loads, **more), self.environment("colocated")),
-            ],
-            self.jobs,
-        )
+        results = self.run_both(self.spec(native, loads, **more), self.spec(configuration.engine, loads, **more))
         found = compare(configuration, loads, *results)
-        found.seconds = round(time.monotonic() - began, 1)
+        found.seconds = round(sum(sum(result["seconds"].values()) for result in results), 1)
         return found
 
     def control(self, seed: int = SEED) -> Compared:
@@ -259,92 +267,101 @@ class Bench:
         how = {"max_num_batched_tokens": 64}
         configuration = Configuration("negative control: tails zeroed", how, longest=300, answer=32)
         loads = workloads(configuration, 4, seed, self.plain.vocabulary)
-        results = run_all(
-            [
-                (self.spec(configuration.engine, loads), self.environment("off")),
-                (
-                    self.spec(configuration.engine, loads, zero_state=[*range(len(loads))]),
-                    self.environment("colocated"),
-                ),
-            ],
-            self.jobs,
-        )
-        return compare(configuration, loads, *results)
+        zeroed = self.spec(how, loads, zero_state=[*range(len(loads))])
+        return compare(configuration, loads, *self.run_both(self.spec(how, loads), zeroed))
+
+    def untouched(self, count: int, seed: int = SEED) -> list[str]:
+        """What differs between mode off, mode afd without AFD and no plugin installed."""
+        how = {"max_num_batched_tokens": 64}
+        loads = workloads(Configuration("untouched", how, longest=300), count, seed, self.plain.vocabulary)
+
+        def serve(name: str) -> dict[str, Any]:
+            mode = "afd" if name == "afd" else "off"
+            python = untouched.python_of(name, self._folder / "python")
+            return self.run(self.spec(how, loads), self.environment(mode), python)
+
+        with ThreadPoolExecutor(len(untouched.NAMES)) as threads:
+            results = dict(zip(untouched.NAMES, threads.map(serve, untouched.NAMES), strict=True))
+        return untouched.problems(results)
 
     def admission(self, tokens: int = LONG_TOKENS, blocks: int = FEW_BLOCKS) -> Admission:
         """One prompt in one batch, from bytes that native does not start with."""
-        rng = random.Random(SEED)
-        load = [{"id": "long", "prompt": self._prompt(rng, tokens), "max_tokens": 4}]
-        try:
-            self._native([load], tokens, blocks, 1)
-            refusal = ""
-        except engine.EngineError as error:
-            refusal = next((line for line in str(error).splitlines() if REFUSAL in line), "")
-            if not refusal:
-                raise
-        plugin, sizes = self._plugin([load], tokens, blocks, 1)
-        ran = plugin["workloads"][0]
+        load = [{"id": "long", "prompt": self._prompt(random.Random(SEED), tokens), "max_tokens": 4}]
+        native, plugin, sizes = self._long([load], tokens, blocks, 1)
+        with ThreadPoolExecutor(2) as threads:
+            tried = threads.submit(self._refusal, native)
+            served = self._served(plugin, sizes, blocks)
+            refusal = tried.result()
+        ran = served["workloads"][0]
         return Admission(
             tokens=tokens,
             refusal=refusal,
-            blocks=(blocks, plugin["num_gpu_blocks"]),
-            kv_bytes=plugin["kv_bytes"],
+            blocks=(blocks, served["num_gpu_blocks"]),
+            kv_bytes=served["kv_bytes"],
             workspace_bytes=sizes.device_bytes,
             slots=sizes.slots,
-            blocks_used=round(max(ran["usage"]) * plugin["num_gpu_blocks"]),
+            blocks_used=round(max(ran["usage"]) * served["num_gpu_blocks"]),
             scheduled=max(ran["scheduled"]),
             answered=len(ran["tokens"].get("long", [])),
-            peak_bytes=max(plugin["peak_device_bytes"]),
+            peak_bytes=max(served["peak_device_bytes"]),
         )
 
-    def contention(self, tokens: int = LONG_TOKENS, blocks: int = ENOUGH_BLOCKS) -> Contention:
+    def contention(self, tokens: int = LONG_TOKENS, blocks: int = ENOUGH_BLOCKS, others: int = OTHERS) -> Contention:
         """The same prompt behind a few others, from bytes that native starts with."""
         rng = random.Random(SEED + 1)
         load = [
-            {"id": str(i), "prompt": self._prompt(rng, rng.randint(150, 300)), "max_tokens": 12} for i in range(OTHERS)
+            {"id": str(i), "prompt": self._prompt(rng, rng.randint(150, 300)), "max_tokens": 12} for i in range(others)
         ]
         load.append({"id": "long", "prompt": self._prompt(rng, tokens), "max_tokens": 4, "arrive": 2})
-        native = self._native([load], tokens, blocks, OTHERS + 1)
-        plugin, _ = self._plugin([load], tokens, blocks, OTHERS + 1)
-        waited, (one, other) = [], (result["workloads"][0] for result in (native, plugin))
-        for result in (one, other):
+        native, plugin, sizes = self._long([load], tokens, blocks, others + 1)
+        with ThreadPoolExecutor(2) as threads:
+            alone = threads.submit(self.run, native, self.environment("off", **LONG_HBM))
+            ours = self._served(plugin, sizes, blocks)
+            theirs = alone.result()
+        waited, (one, other) = [], (result["workloads"][0] for result in (theirs, ours))
+        for ran in (one, other):
             # From its arrival on only the long prompt can be waiting.
-            waited.append(sum(step["capacity"] > 0 for step in result["waiting"][2:]))
+            waited.append(sum(step["capacity"] > 0 for step in ran["waiting"][2:]))
         return Contention(
-            blocks=(native["num_gpu_blocks"], plugin["num_gpu_blocks"]),
+            prompt=tokens,
+            blocks=(theirs["num_gpu_blocks"], ours["num_gpu_blocks"]),
             waited=(waited[0], waited[1]),
             tokens=sum(map(len, one["tokens"].values())),
-            mismatched=compare(Configuration("a long prompt"), [load], native, plugin).mismatched,
+            mismatched=compare(Configuration("a long prompt"), [load], theirs, ours).mismatched,
         )
 
     def _prompt(self, rng: random.Random, length: int) -> list[int]:
         return [rng.randrange(2, self.plain.vocabulary) for _ in range(length)]
 
-    def _native(self, loads: Sequence[Any], tokens: int, blocks: int, seqs: int) -> dict[str, Any]:
-        return self._long(loads, tokens, blocks, seqs, "off")
-
-    def _plugin(
+    def _long(
         self, loads: Sequence[Any], tokens: int, blocks: int, seqs: int
-    ) -> tuple[dict[str, Any], WorkspaceSizes]:
-        """With as many blocks fewer as tails and slots take."""
+    ) -> tuple[dict[str, Any], dict[str, Any], WorkspaceSizes]:
+        """Both engines for a long prompt: the plugin's has as many blocks fewer as tails and slots take."""
         geometry = from_hf_config(self.plain.config(), "the checkpoint")
-        layout = page_layout(STACK, BLOCK)
-        sizes = size_workspace(geometry, layout, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+        sizes = size_workspace(geometry, page_layout(STACK, BLOCK), max_num_seqs=seqs, max_num_batched_tokens=tokens)
+        limits = {"max_num_batched_tokens": tokens, "max_num_seqs": seqs, "max_model_len": tokens + 128}
         fewer = blocks - -(-sizes.device_bytes // BLOCK_BYTES)
-        result = self._long(loads, tokens, fewer, seqs, "colocated")
-        if result["kv_bytes"] != fewer * BLOCK_BYTES:
-            raise RuntimeError(f"{fewer} blocks have {result['kv_bytes']} bytes, and not {BLOCK_BYTES} each")
-        return result, sizes
+        native, plugin = ({**limits, "num_gpu_blocks_override": count} for count in (blocks, fewer))
+        return self.spec(native, loads), self.spec(plugin, loads), sizes
 
-    def _long(self, loads: Sequence[Any], tokens: int, blocks: int, seqs: int, mode: str) -> dict[str, Any]:
-        arguments = {
-            "max_num_batched_tokens": tokens,
-            "max_num_seqs": seqs,
-            "max_model_len": tokens + 128,
-            "num_gpu_blocks_override": blocks,
-        }
-        environment = self.environment(mode, SOFTNPU_HBM_MB="8192")
-        return run_all([(self.spec(arguments, loads), environment)], 1)[0]
+    def _served(self, plugin: Mapping[str, Any], sizes: WorkspaceSizes, blocks: int) -> dict[str, Any]:
+        """The plugin's engine, and that it had no more bytes than `blocks` blocks."""
+        result = self.run(plugin, self.environment("colocated", **LONG_HBM))
+        if result["kv_bytes"] + sizes.device_bytes > blocks * BLOCK_BYTES:
+            raise RuntimeError(
+                f"{result['kv_bytes']} bytes of blocks and {sizes.device_bytes} besides are more than {blocks} blocks"
+            )
+        return result
+
+    def _refusal(self, native: Mapping[str, Any]) -> str:
+        """What native says when it does not start; empty if it starts."""
+        try:
+            self.run(native, self.environment("off", **LONG_HBM))
+        except engine.EngineError as error:
+            if found := next((line for line in str(error).splitlines() if REFUSAL in line), ""):
+                return found
+            raise
+        return ""
 
 
 @dataclass(frozen=True)
@@ -393,12 +410,14 @@ class Contention:
     """A long prompt behind others; pairs are native and plugin.
 
     Attributes:
+        prompt: its tokens, and those of the largest batch.
         blocks: of the KV cache, from the same bytes in all.
         waited: steps in which the prompt waited for capacity.
         tokens: that native gave to all requests.
         mismatched: of them.
     """
 
+    prompt: int
     blocks: tuple[int, int]
     waited: tuple[int, int]
     tokens: int
@@ -416,7 +435,11 @@ class Contention:
 
 
 def failures(
-    compared: Sequence[Compared], control: Compared, admission: Admission, contention: Contention
+    compared: Sequence[Compared],
+    control: Compared,
+    admission: Admission,
+    contention: Contention,
+    touched: Sequence[str],
 ) -> list[str]:
     """Everything for which the run fails, in words."""
     found = [f"{part.name}: {problem}" for part in compared for problem in part.problems]
@@ -427,7 +450,7 @@ def failures(
     ]
     if not control.mismatched and not control.logprobs_differ:
         found.append(f"{control.name}: {control.tokens} tokens and their log probabilities are the same")
-    return found + admission.problems + contention.problems
+    return [*found, *touched, *admission.problems, *contention.problems]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -442,22 +465,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench = Bench(asked.out / "checkpoints", asked.jobs)
     print("the real vLLM and vllm-ascend on the software NPU, native and with the plugin", flush=True)
     compared = []
-    for configuration in CONFIGURATIONS:
-        part = bench.parity(configuration, asked.workloads, asked.seed)
-        compared.append(part)
-        print(
-            f"  {part.name}: {part.mismatched} of {part.tokens} tokens and {part.logprobs_differ} log "
-            f"probabilities differ, {part.requests} requests, "
-            f"{part.preemptions[0]} and {part.preemptions[1]} preemptions, {part.seconds:.0f} s",
-            flush=True,
-        )
-    control = bench.control(asked.seed)
+    # Everything is asked for at once, the longest first, and as many engines run as have a turn.
+    with ThreadPoolExecutor(len(CONFIGURATIONS) + 4) as threads:
+        contended, admitted = threads.submit(bench.contention), threads.submit(bench.admission)
+        negative = threads.submit(bench.control, asked.seed)
+        off = threads.submit(bench.untouched, asked.workloads, asked.seed)
+        for part in threads.map(lambda each: bench.parity(each, asked.workloads, asked.seed), CONFIGURATIONS):
+            compared.append(part)
+            print(
+                f"  {part.name}: {part.mismatched} of {part.tokens} tokens and {part.logprobs_differ} log "
+                f"probabilities differ, {part.requests} requests, "
+                f"{part.preemptions[0]} and {part.preemptions[1]} preemptions, {part.seconds:.0f} s of both engines",
+                flush=True,
+            )
+        control, long, behind, touched = negative.result(), admitted.result(), contended.result(), off.result()
     print(
         f"  {control.name}: {control.mismatched} of {control.tokens} tokens and {control.logprobs_differ} log "
         f"probabilities differ; some must",
         flush=True,
     )
-    long, behind = bench.admission(), bench.contention()
     print(
         f"  {long.tokens} tokens in one batch, {long.blocks[0]} blocks or their bytes:\n"
         f"    native: {long.refusal or 'starts'}\n"
@@ -469,7 +495,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{behind.tokens} tokens differ",
         flush=True,
     )
-    wrong = failures(compared, control, long, behind)
+    same = "; ".join(touched) or "all the same"
+    print(f"  off, afd without AFD, not installed, {asked.workloads} workloads: {same}", flush=True)
+    wrong = failures(compared, control, long, behind, touched)
     (asked.out / "engine.json").write_text(
         json.dumps(
             {
@@ -478,6 +506,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "control": asdict(control),
                 "admission": asdict(long),
                 "contention": asdict(behind),
+                "untouched": touched,
                 "verdict_on_the_target_stack": "not_shown_here",
                 "failed": wrong,
             },

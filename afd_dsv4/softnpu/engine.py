@@ -20,7 +20,7 @@ the plugin's state tables are moved: a negative control of that).
 The result: ``workloads`` (``tokens`` and ``logprobs`` by id; ``steps``; ``preemptions``; ``scheduled`` tokens of every
 call of the scheduler; ``usage`` of the KV cache and ``waiting`` by reason after every step; ``stuck`` if nothing could
 be scheduled any more; ``replays`` by worker, where asked for), ``num_gpu_blocks`` and their ``kv_bytes``, ``groups``,
-``peak_device_bytes`` by worker, ``races``, ``seconds``.
+``plugins`` that vLLM found, ``peak_device_bytes`` by worker, ``races``, ``seconds``.
 
 Not done: sampling other than greedy; scheduler facts where the engine core runs in a process of its own.
 """
@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ DEFAULTS: dict[str, Any] = {
     "enable_prefix_caching": False,
     "async_scheduling": False,
 }
+CHECKOUT = Path(__file__).resolve().parents[2]
 QUIET = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -56,6 +58,7 @@ QUIET = {
     "SOFTNPU_HBM_MB": "2048",
 }
 """The environment of an engine where the caller's has no say of its own."""
+PLUGIN_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
 KEYS = frozenset(
     {"checkpoint", "engine", "workloads", "zero_state", "drafts", "pattern", "races", "replays", "move_tables"}
 )
@@ -69,7 +72,10 @@ class EngineError(Exception):
 
 
 def run(
-    spec: Mapping[str, Any], environment: Mapping[str, str] | None = None, timeout_s: float = 600
+    spec: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 600,
+    python: str = sys.executable,
 ) -> dict[str, Any]:
     """Run a description in a fresh process on the software NPU, of as many devices as it has ranks.
 
@@ -77,6 +83,7 @@ def run(
         spec: the description, see the module.
         environment: more variables for it.
         timeout_s: seconds until it is given up.
+        python: the interpreter; this module need not be installed there.
 
     Raises:
         EngineError: it ended with an error.
@@ -86,14 +93,14 @@ def run(
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(dict(spec), file)
         file.flush()
-        command = [sys.executable, "-m", "afd_dsv4.softnpu", "--", sys.executable, "-m", __name__, file.name]
+        command = [python, "-m", "afd_dsv4.softnpu", "--", python, "-m", __name__, file.name]
         done = subprocess.run(
             command,
             capture_output=True,
             text=True,
             check=False,
             timeout=timeout_s,
-            env={**QUIET, **devices, **os.environ, **(environment or {})},
+            env={**QUIET, "PYTHONPATH": str(CHECKOUT), **devices, **os.environ, **(environment or {})},
         )
     if done.returncode:
         raise EngineError(f"exit {done.returncode}: {done.stderr[-6000:]}")
@@ -261,6 +268,7 @@ def execute(spec: Mapping[str, Any]) -> dict[str, Any]:
         "workloads": workloads,
         "num_gpu_blocks": config.num_blocks if config else None,
         "kv_bytes": sum(tensor.size for tensor in config.kv_cache_tensors) if config else None,
+        "plugins": sorted({point.name for group in PLUGIN_GROUPS for point in entry_points(group=group)}),
         "groups": [len(group.layer_names) for group in config.kv_cache_groups] if config else None,
         "peak_device_bytes": llm.collective_rpc(_peak_device_bytes),
         "captured": compilation_counter.num_cudagraph_captured,

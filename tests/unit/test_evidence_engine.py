@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from afd_dsv4.evidence import untouched
 from afd_dsv4.evidence.engine import (
     BLOCK_BYTES,
     CONFIGURATIONS,
@@ -43,7 +44,7 @@ ADMITTED = Admission(
     answered=4,
     peak_bytes=1,
 )
-WAITED = Contention(blocks=(10, 9), waited=(3, 0), tokens=20, mismatched=0)
+WAITED = Contention(prompt=100, blocks=(10, 9), waited=(3, 0), tokens=20, mismatched=0)
 CONTROL = Compared("control", tokens=5, mismatched=2)
 
 
@@ -78,21 +79,43 @@ def test_a_configuration_meant_to_preempt_must_preempt() -> None:
 
 def test_all_is_well_only_where_everything_is() -> None:
     good = Compared("good", tokens=5)
-    assert failures([good], CONTROL, ADMITTED, WAITED) == []
+    assert failures([good], CONTROL, ADMITTED, WAITED, []) == []
     for wrong in (
-        failures([replace(good, mismatched=1)], CONTROL, ADMITTED, WAITED),
-        failures([replace(good, logprobs_differ=1)], CONTROL, ADMITTED, WAITED),
-        failures([replace(good, problems=["p"])], CONTROL, ADMITTED, WAITED),
-        failures([good], replace(CONTROL, mismatched=0), ADMITTED, WAITED),
-        failures([good], CONTROL, replace(ADMITTED, refusal=""), WAITED),
-        failures([good], CONTROL, replace(ADMITTED, workspace_bytes=BLOCK_BYTES + 1), WAITED),
-        failures([good], CONTROL, replace(ADMITTED, scheduled=99), WAITED),
-        failures([good], CONTROL, replace(ADMITTED, answered=0), WAITED),
-        failures([good], CONTROL, ADMITTED, replace(WAITED, waited=(0, 0))),
-        failures([good], CONTROL, ADMITTED, replace(WAITED, waited=(3, 1))),
-        failures([good], CONTROL, ADMITTED, replace(WAITED, mismatched=1)),
+        failures([replace(good, mismatched=1)], CONTROL, ADMITTED, WAITED, []),
+        failures([replace(good, logprobs_differ=1)], CONTROL, ADMITTED, WAITED, []),
+        failures([replace(good, problems=["p"])], CONTROL, ADMITTED, WAITED, []),
+        failures([good], replace(CONTROL, mismatched=0), ADMITTED, WAITED, []),
+        failures([good], CONTROL, replace(ADMITTED, refusal=""), WAITED, []),
+        failures([good], CONTROL, replace(ADMITTED, workspace_bytes=BLOCK_BYTES + 1), WAITED, []),
+        failures([good], CONTROL, replace(ADMITTED, scheduled=99), WAITED, []),
+        failures([good], CONTROL, replace(ADMITTED, answered=0), WAITED, []),
+        failures([good], CONTROL, ADMITTED, replace(WAITED, waited=(0, 0)), []),
+        failures([good], CONTROL, ADMITTED, replace(WAITED, waited=(3, 1)), []),
+        failures([good], CONTROL, ADMITTED, replace(WAITED, mismatched=1), []),
+        failures([good], CONTROL, ADMITTED, WAITED, ["other tokens"]),
     ):
         assert len(wrong) == 1
+
+
+ENGINE = {"plugins": ["afd_dsv4", "ascend"], "groups": [1, 2], "workloads": [NATIVE["workloads"][0] | {"steps": 4}]}
+ABSENT = ENGINE | {"plugins": ["ascend"]}
+
+
+def test_native_behaviour_is_untouched_where_three_engines_agree_in_everything() -> None:
+    def found(absent: Any = ABSENT, off: Any = ENGINE) -> list[str]:
+        return untouched.problems({"off": off, "afd": ENGINE, "not installed": absent})
+
+    load = ABSENT["workloads"][0]
+    assert found() == []
+    for part, other in (("tokens", {"a": [1]}), ("logprobs", {"a": [-1.0]}), ("steps", 5)):
+        assert found(ABSENT | {"workloads": [load | {part: other}]}) == [f"not installed: {part} of workload 0 differ"]
+    assert "KV groups" in found(ABSENT | {"groups": [1]})[0]
+    assert "found the plugins" in found(ENGINE)[0]
+    assert "found the plugins" in found(off=ABSENT)[0]
+    silent = {"workloads": [load | {"tokens": {}}]}
+    assert untouched.problems({"off": ENGINE | silent, "afd": ENGINE | silent, "not installed": ABSENT | silent}) == [
+        "no tokens were compared"
+    ]
 
 
 def test_workloads_are_a_function_of_configuration_and_seed_and_keep_its_limits() -> None:

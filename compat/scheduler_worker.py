@@ -22,6 +22,7 @@ import ast
 import ctypes
 import enum
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -291,13 +292,16 @@ def _needs(names: list[str], managers: Any, tokens: int, *, capped: bool) -> dic
     """Ask every manager what `allocate_slots` asks for a request that holds nothing yet."""
     total: dict[str, int] = {}
     for name, manager in zip(names, managers, strict=True):
-        blocks = manager.get_num_blocks_to_allocate(
+        ask = manager.get_num_blocks_to_allocate
+        # The second one since vLLM 0.26.0.
+        computed = {"total_computed_tokens", "num_local_computed_tokens"} & inspect.signature(ask).parameters.keys()
+        blocks = ask(
             request_id="not-in-the-queue",
             num_tokens=tokens,
             new_computed_blocks=[],
-            total_computed_tokens=0,
             num_tokens_main_model=tokens,
             apply_admission_cap=capped,
+            **dict.fromkeys(computed, 0),
         )
         total[name] = total.get(name, 0) + blocks
     return total

@@ -20,16 +20,17 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& self, const Tensor& gamma, dou
 }
 
 std::tuple<Tensor, Tensor> rms_norm_meta(const Tensor& self, const Tensor& gamma, double) {
-  SOFTNPU_EXPECT(
-      gamma.dim() >= 1 && gamma.dim() <= self.dim() && self.sizes().slice(self.dim() - gamma.dim()) == gamma.sizes(),
-      "npu_rms_norm", "gamma", gamma.sizes(), "the last dims of self, ", self.sizes());
+  SOFTNPU_EXPECT(gamma.dim() >= 1 && gamma.dim() <= self.dim() &&
+                     self.sym_sizes().slice(self.dim() - gamma.dim()) == gamma.sym_sizes(),
+                 "npu_rms_norm", "gamma", gamma.sym_sizes(), "the last dims of self, ", self.sym_sizes());
   SOFTNPU_EXPECT(self.is_floating_point() && self.scalar_type() != at::kDouble, "npu_rms_norm", "self's dtype",
                  self.scalar_type(), "Half, BFloat16 or Float");
   SOFTNPU_EXPECT(gamma.scalar_type() == self.scalar_type() || gamma.scalar_type() == at::kFloat, "npu_rms_norm",
                  "gamma's dtype", gamma.scalar_type(), self.scalar_type(), " or Float");
-  auto statistics = self.sizes().vec();
+  auto statistics = self.sym_sizes().vec();
   for (int64_t i = self.dim() - gamma.dim(); i < self.dim(); ++i) statistics[i] = 1;
-  return {at::empty_like(self, at::MemoryFormat::Contiguous), at::empty(statistics, self.options().dtype(at::kFloat))};
+  return {at::empty_symint(self.sym_sizes(), self.options()),
+          at::empty_symint(statistics, self.options().dtype(at::kFloat))};
 }
 
 }  // namespace

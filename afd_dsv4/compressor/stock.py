@@ -560,6 +560,7 @@ class StockExecution:
         self._chunks = chunks
         self._first = [0, *itertools.accumulate(chunk.tokens for chunk in chunks)]  # each request's first token
         self._launched: dict[tuple[int, CompressorKind], list[slice]] = {}  # requests whose launch is queued
+        self._whole = 0  # compressors all of whose requests are launched
         self._layer: dict[CompressorKind, int] = {}  # the last layer launched
         self._replayed = False
         self.lease = lease
@@ -626,7 +627,8 @@ class StockExecution:
                 rope_sin,
             )
             self._launched.setdefault((layer, kind), []).append(mine)
-            if self._count(layer, kind) == len(self._chunks):
+            if mine.start < mine.stop and self._count(layer, kind) == len(self._chunks):
+                self._whole += 1
                 self.lease.complete((layer, kind))
         return compressed
 
@@ -679,7 +681,9 @@ class StockExecution:
         if self.lease is None or self._plan is None:
             return
         compressors = () if self._replayed else self._runtime.geometry.compressors
-        missing = [c for c in compressors if self._count(c.layer, c.kind) != len(self._chunks)]
+        missing = []
+        if self._whole < len(compressors):
+            missing = [c for c in compressors if self._count(c.layer, c.kind) != len(self._chunks)]
         with self._runtime.arena.lock:  # void before anybody can go on from these tails
             if missing and self.lease.state is LeaseState.ACQUIRED:
                 first = f"layer {missing[0].layer} {missing[0].kind.value}"

@@ -24,6 +24,8 @@ class TorchDevice:
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self._module: Any = torch.get_device_module(self.device)
+        # A device without an index is the one that is current now. Left to the module, it is looked for in every call.
+        self._index = self._module.current_device() if self.device.index is None else self.device.index
 
     def stream_id(self, stream: Any) -> StreamId:
         """See `api.Device`. Unique among the streams of one device."""
@@ -43,4 +45,4 @@ class TorchDevice:
 
     def current_stream(self) -> Any:
         """The stream that the calling thread queues on."""
-        return self._module.current_stream(self.device)
+        return self._module.current_stream(self._index)

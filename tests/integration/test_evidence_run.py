@@ -51,6 +51,10 @@ def test_the_run_passes_writes_its_file_and_claims_nothing_about_a_device(tmp_pa
     total = found["parity"]["rows_total"]
     assert total["compressed"]["value"] > 6 * 1024 // 4 * 21  # six cuts, a C4 row for every four tokens of 21 layers
     assert total["compressed_different"]["value"] == total["tail_different"]["value"] == 0
+    served = found["admission"]["engine"]
+    assert served["steps_waited"]["native"]["value"] > 0 == served["steps_waited"]["plugin"]["value"]
+    assert served["tokens"]["value"] > 4
+    assert served["tokens_that_differ"]["value"] == 0
     controls = found["order"]["negative_controls"]
     assert all(load["mismatched_rows_touches_off"]["value"] > 0 for load in controls["touches"])
     assert all(launch["compressed_different"]["value"] > 0 for launch in controls["launched_broken"])

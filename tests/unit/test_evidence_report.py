@@ -69,7 +69,9 @@ def run_with(source: Source, checks: dict[str, bool]):
     return run
 
 
-ALL = dict.fromkeys(["tokens", "rows", "order", "launched", "table rule", "memory", "isolation", "admission"], True)
+ALL = dict.fromkeys(
+    ["tokens", "rows", "order", "launched", "table rule", "memory", "isolation", "admission", "engine"], True
+)
 
 
 def test_on_the_software_npu_what_needs_a_target_stack_is_never_passed() -> None:
@@ -98,6 +100,7 @@ def test_on_the_software_npu_what_needs_a_target_stack_is_never_passed() -> None
         ("memory", {4}),
         ("isolation", {6}),
         ("admission", {7}),
+        ("engine", {7}),
     ],
 )
 def test_a_failed_check_fails_every_point_that_rests_on_it(broken: str, points: set[int]) -> None:

@@ -137,8 +137,8 @@ def known(name: str) -> StackId | None:
 
 
 def release(version: str | None) -> str | None:
-    """A version without its local part: `0.23.0+empty` is 0.23.0, `0.23.0.post1` is itself."""
-    return version.split("+", 1)[0] if version else None
+    """A version without its local part: `0.23.0+empty` is 0.23.0; `0.23.0.post1`, and two versions, are themselves."""
+    return re.sub(r"^(\S+?)\+\S+$", r"\1", version) if version else None
 
 
 def same_commit(one: str, other: str) -> bool:

@@ -182,7 +182,7 @@ SYMBOLS: Final[tuple[Symbol, ...]] = (
     _S("vllm.forward_context:BatchDescriptor", "key of a graph", "a slot is leased for the wrong graph"),
     _S("vllm.config:CUDAGraphMode", "tells full graphs from piecewise ones", "a fixed slot is used outside its graph"),
     _S("vllm.config.compilation:CUDAGraphMode", "tells full graphs from piecewise ones", "a fixed slot is used outside its graph"),
-    _S("vllm.config.cache:CacheConfig.kv_cache_memory_bytes", "an explicit KV size is made smaller by the tails", "the KV cache takes the memory of the tails"),
+    _S("vllm.config.cache:CacheConfig.kv_cache_memory_bytes", "whether the KV size is explicit, and is to fit beside the tails", "the KV cache takes the memory of the tails"),
     _S(f"{_A}compilation.acl_graph:ACLGraphEntry", "whether a graph was captured", "a replay is taken for a capture"),
     _S(f"{_A}compilation.acl_graph:ACLGraphWrapper.concrete_aclgraph_entries", "whether a graph was captured", "a replay is taken for a capture"),
     _S(f"{_A}utils:extract_dsv4_layer_index", "the layer of a state, by its name", "a layer gets the tails of another"),
@@ -197,6 +197,8 @@ SYMBOLS: Final[tuple[Symbol, ...]] = (
     _S(f"{_A}utils:enable_dsa_cp", "dsa_cp is refused", "call sites of dsa_cp are not intercepted"),
     _S(f"{_A}ascend_config:AscendConfig.multistream_dsv4_dsa_overlap", "whether an auxiliary stream is used", "a touch from it is not ordered"),
     _S(f"{_A}ascend_config:SchedulerConfig.short_request_first_config", "a queue that is refused", "new requests overtake preempted ones: tails run out", V26),
+    _S("vllm.platforms.interface:Platform.validate_request", "the platform's say in every request", "streaming input is let in, and ends the engine"),
+    _S("vllm.v1.engine.input_processor:InputProcessor.process_inputs", "its locals tell streaming input, and which engine it is for", "streaming input is let in, and ends the engine"),
     _S("vllm.plugins:load_general_plugins", "calls the plugin in every process", "the plugin is not loaded in a worker"),
     _S("vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker", "loads the plugin before the worker class", "the plugin comes after the worker was made"),
 )

@@ -8,6 +8,8 @@
 .PHONY: help setup demo test bench explore soak engine lint format clean clean-all
 
 BIN := .venv/bin
+# Test files at a time. Each takes about 2 GiB of memory while it runs engines.
+JOBS ?= 2
 # Tests and benchmarks run on the software NPU; a real one is what `make demo` takes where there is one.
 ON_SOFTNPU = $(BIN)/python -m afd_dsv4.softnpu --
 NATIVE_SOURCES = $(shell git ls-files '*.c' '*.cc' '*.cpp' '*.h' '*.hpp')
@@ -21,8 +23,8 @@ setup: ## the exact test environment in .venv, and the software NPU in build/sof
 demo: setup ## the claim, measured: the evidence run, on a real NPU where there is one; ARGS go to `afd-dsv4 evidence`
 	@$(BIN)/python -m afd_dsv4 evidence --out build/evidence $(ARGS)
 
-test: setup ## every test, on the software NPU; ARGS go to pytest
-	@AFD_DSV4_REQUIRE_NPU=1 $(ON_SOFTNPU) $(BIN)/python -m pytest $(ARGS)
+test: setup ## every test, on the software NPU; ARGS go to pytest; JOBS=0: in one process, as a debugger wants it
+	@AFD_DSV4_REQUIRE_NPU=1 $(ON_SOFTNPU) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 bench: setup ## benchmarks; ARGS go to pytest
 	@$(ON_SOFTNPU) $(BIN)/python -m pytest benchmarks --benchmark-only $(ARGS)

@@ -6,14 +6,15 @@ Problem: an engine names requests in three places (finished, preempted or resume
 between steps, and under asynchronous scheduling speaks of requests whose forwards are still in flight. A tail that is
 ended too late runs the store dry; one that is continued at another position gives wrong rows without any error.
 Way: everything goes by request id, never by batch row. A request owns a tail from its first chunk, which starts at 0,
-until it is finished, preempted or resumed; every later chunk starts where the last one ended, less rejected drafts.
+until it is finished, preempted or resumed, or begins at 0 again, which needs no announcement; every later chunk starts
+where the last one ended, less rejected drafts. A step that breaks off leaves tails that nobody may go on from.
 Not here: whether the pages may be touched (`workspace/`), what is mapped (`tail/`), and where the numbers come from
 (adapters). It imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 
 from afd_dsv4.tail.tables import RequestChunk, RequestId
 
@@ -27,6 +28,7 @@ class Steps:
 
     def __init__(self) -> None:
         self._next: dict[RequestId, tuple[int, int]] = {}  # the next start lies in [low, high]
+        self._lost: dict[RequestId, str] = {}  # of those, whose tails are not what their position says, and why
 
     def __len__(self) -> int:
         return len(self._next)
@@ -45,11 +47,31 @@ class Steps:
         Returns:
             Requests whose tails end now, in the order in which they were first scheduled.
         """
-        gone = {*finished, *preempted, *resumed}
-        ended = tuple(request for request in self._next if request in gone) if gone else ()
-        for request in ended:
-            del self._next[request]
-        return ended
+        return self._drop({*finished, *preempted, *resumed})
+
+    def restarted(self, requests: Sequence[str], computed: Sequence[int]) -> tuple[RequestId, ...]:
+        """Requests that begin at 0 again although nobody has said so. Their tails end; call it before `chunks`.
+
+        Everything is computed anew, so this is right whoever took their blocks away (a reset of the cache, a pause).
+
+        Args:
+            requests: see `chunks`.
+            computed: see `chunks`.
+        """
+        return self._drop({name for name, start in zip(requests, computed, strict=False) if start == 0})
+
+    def lost(self, requests: Collection[str], why: str) -> None:
+        """Take over that a step broke off: nobody may go on from the tails of these requests, which must start anew.
+
+        Where a step broke off does not matter: with drafts, positions alone do not tell whether its rows were written.
+
+        Args:
+            requests: all that were scheduled in it.
+            why: for whoever goes on all the same.
+        """
+        for name in requests:
+            if (request := RequestId(name)) in self._next:  # whoever has no tail starts at 0 in any case
+                self._lost.setdefault(request, why)
 
     def chunks(
         self,
@@ -68,7 +90,8 @@ class Steps:
 
         Raises:
             ImpossibleStep: lists of unequal length, a request twice or without rows, nothing but drafts, a first
-                chunk that does not start at 0, or a later one that does not start where the request was left.
+                chunk that does not start at 0, a later one that does not start where the request was left, or one
+                behind a step that broke off.
         """
         if not len(requests) == len(computed) == len(scheduled):
             raise ImpossibleStep(
@@ -84,6 +107,8 @@ class Steps:
                 raise ImpossibleStep(str(error)) from error
             if request in found:
                 raise ImpossibleStep(f"request {name!r} stands twice in one step; give one chunk a request")
+            if request in self._lost:
+                raise ImpossibleStep(f"request {name!r} lost its tail: {self._lost[request]}; end it and start it anew")
             left = self._next.get(request)
             if left is None and start != 0:
                 raise ImpossibleStep(
@@ -99,3 +124,10 @@ class Steps:
         for request, chunk in found.items():
             self._next[request] = chunk.low, chunk.end
         return tuple(found.values())
+
+    def _drop(self, gone: Set[str]) -> tuple[RequestId, ...]:
+        ended = tuple(request for request in self._next if request in gone) if gone else ()
+        for request in ended:
+            del self._next[request]
+            self._lost.pop(request, None)
+        return ended

@@ -92,3 +92,42 @@ def test_one_bad_chunk_takes_no_other_of_its_step_over() -> None:
         steps.chunks(["a", "new"], [10, 3], [1, 1], {})
     assert chunk(steps, "a", 10, 1) == RequestChunk(A, 10, 11)
     assert len(steps) == 1
+
+
+def test_a_request_that_begins_at_0_again_is_told_once_and_starts_anew() -> None:
+    steps = Steps()
+    steps.chunks(["a", "b"], [0, 0], [5, 7], {})
+    assert steps.restarted(["new", "b", "a"], [0, 7, 0]) == (A,)
+    assert steps.chunks(["b", "a"], [7, 0], [1, 5], {}) == (RequestChunk(B, 7, 8), RequestChunk(A, 0, 5))
+    assert steps.restarted(["b", "a"], [8, 5]) == ()
+
+
+@pytest.mark.parametrize("start", [1, 7])
+def test_a_request_that_goes_back_but_not_to_0_is_refused_by_name(start: int) -> None:
+    steps = Steps()
+    chunk(steps, "a", 0, 10, drafts=2)
+    assert steps.restarted(["a"], [start]) == ()
+    with pytest.raises(ImpossibleStep, match=f"'a' goes on at {start}, and was left between 8 and 10"):
+        chunk(steps, "a", start, 1)
+
+
+@pytest.mark.parametrize("start", [8, 9, 10])
+def test_behind_a_step_that_broke_off_nobody_goes_on_at_any_position(start: int) -> None:
+    # The rows of that step may or may not be there, and 8, 9 and 10 are all within what its drafts left open.
+    steps = Steps()
+    chunk(steps, "a", 0, 10, drafts=2)
+    steps.lost(["a", "new"], "planted")
+    steps.lost(["a"], "what came later is no cause")
+    with pytest.raises(ImpossibleStep, match="'a' lost its tail: planted; end it and start it anew"):
+        chunk(steps, "a", start, 1)
+    assert chunk(steps, "new", 0, 3).end == 3  # had no tail, so it had nothing to lose
+
+
+@pytest.mark.parametrize("how", ["finished", "restarted"])
+def test_a_request_whose_tail_was_lost_starts_anew_at_0(how: str) -> None:
+    steps = Steps()
+    chunk(steps, "a", 0, 10)
+    steps.lost(["a"], "planted")
+    assert (steps.end(finished={"a"}) if how == "finished" else steps.restarted(["a"], [0])) == (A,)
+    assert chunk(steps, "a", 0, 4).end == 4
+    assert chunk(steps, "a", 4, 1).end == 5

@@ -14,7 +14,7 @@ Not here: sampling and drafting, whose layers own no compressor; the arithmetic 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -30,13 +30,12 @@ from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
 from afd_dsv4.compat.adapters.vllm_0_23_0_ascend_0_23_0.launches import Launches, captured_chunks
 from afd_dsv4.compat.contract import verify
-from afd_dsv4.compat.patch import Patch, PatchSet
 from afd_dsv4.compat.stack import installed
 from afd_dsv4.compressor.stock import StockRuntime
 from afd_dsv4.config import Settings, read
 from afd_dsv4.execution.step import Steps
 from afd_dsv4.geometry import CompressorKind, ModelGeometry, from_hf_config, page_layout
-from afd_dsv4.tail.tables import RequestChunk
+from afd_dsv4.tail.tables import RequestChunk, RequestId
 
 STACK = "vllm-ascend-0.23.0"
 
@@ -79,26 +78,15 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
                 f"they must agree"
             )
         self._steps = Steps()
+        self._graphs: dict[int, Any] = {}  # what every captured number of tokens stands for
         operators: Any = torch.ops._C_ascend
-        self.launches = launches = Launches(operators.compressor, places.values(), self.device)
+        self.launches = Launches(operators.compressor, places.values(), self.device)
         self.tails = self._allocate(geometry, settings, self.launches)
         self._stand_ins = dict.fromkeys(layers, self.launches.metadata)
         for name, layer in layers.items():
             layer.kv_cache = [self.launches.states[places[name]]]
         self.model_memory_usage += self.tail_bytes
-        self._patches = PatchSet(
-            "the compressor operator",
-            [
-                Patch(
-                    target="torch:ops._C_ascend.compressor",
-                    make=lambda _operator: launches,
-                    reason="four call sites inside attention/dsa_v1.py pass the paged state, its table and starts",
-                    removal="a vllm-ascend that calls it in one place that can be overridden (its main branch has "
-                    "Compressor.forward), or that bounds the state itself (vllm-project/vllm-ascend#15452)",
-                )
-            ],
-        )
-        self._patches.apply(verify(installed()))
+        self.launches.bind(verify(installed()))
         logger.info("afd-dsv4: %d compressors keep their tails in %d bytes", len(layers), self.tail_bytes)
 
     @property
@@ -129,12 +117,12 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
         )
 
     def close_tails(self, drain_s: float = 10.0) -> None:
-        """Give the operator its name back and end the runtime. Does nothing if no model was loaded."""
+        """Take no more launches and end the runtime. Does nothing if no model was loaded. May be called again."""
+        if self.launches is not None:
+            self.launches.unbind()
         tails = self.tails
         if tails is None:
             return
-        for place in self._patches.undo():
-            logger.warning("afd-dsv4: %s", place)
         if not tails.arena.closed and (lost := tails.close(drain_s)):
             logger.warning("afd-dsv4: %d leases are in doubt at shutdown: %s", len(lost), lost)
 
@@ -147,22 +135,24 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
         states = self._state_layers()
         return {name: spec for name, spec in super().get_kv_cache_spec().items() if name not in states}
 
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        """vllm-ascend's own; a step that fails before its forward leaves nothing for the next one."""
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """vllm-ascend's own; a step that breaks off leaves nothing for the next one, and no tail to go on from."""
         try:
-            return super().execute_model(*args, **kwargs)
+            return super().execute_model(scheduler_output, *args, **kwargs)
+        except BaseException as error:
+            why = f"its step broke off with {type(error).__name__}: {error}"
+            self._steps.lost(scheduler_output.num_scheduled_tokens, why)
+            raise
         finally:
             self._chunks = None
 
     def _update_states(self, scheduler_output: Any) -> Any:
-        assert self.tails is not None
         ended = self._steps.end(
             finished=scheduler_output.finished_req_ids,
             preempted=scheduler_output.preempted_req_ids or (),
             resumed=scheduler_output.scheduled_cached_reqs.resumed_req_ids,
         )
-        for request in ended:
-            self.tails.end_request(request)
+        self._end_tails(ended)
         # As the scheduler sees them: vllm-ascend may drop drafts that never came, but their rows stay in the forward.
         drafts = scheduler_output.scheduled_spec_decode_tokens
         self._drafts = {request: len(tokens) for request, tokens in drafts.items()}
@@ -172,14 +162,24 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
         metadata, draft_metadata = super()._build_attention_metadata(*args, **kwargs)
         if kwargs.get("num_scheduled_tokens") is not None:  # no dummy has it
             requests = kwargs["num_reqs"]
+            names = self.input_batch.req_ids[:requests]
+            computed = self.input_batch.num_computed_tokens_cpu[:requests].tolist()
+            self._end_tails(self._steps.restarted(names, computed))
             self._chunks = self._steps.chunks(
-                self.input_batch.req_ids[:requests],
-                self.input_batch.num_computed_tokens_cpu[:requests].tolist(),
+                names,
+                computed,
                 kwargs["num_scheduled_tokens_np"][:requests].tolist(),
                 self._drafts,
             )
         metadata.update(self._stand_ins)
         return metadata, draft_metadata
+
+    def _end_tails(self, requests: Iterable[RequestId]) -> None:
+        assert self.tails is not None
+        for request in requests:
+            # Where the step that was to begin a tail broke off before its forward, the store has never heard of it.
+            if self.tails.store.seat(request) is not None:
+                self.tails.end_request(request)
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
         assert self.launches is not None
@@ -228,8 +228,15 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
         """Key of the graph that this forward captures or replays, None for none; whether it was captured before."""
         if context.cudagraph_runtime_mode is not CUDAGraphMode.FULL or not isinstance(self.model, ACLGraphWrapper):
             return None, False
-        entry = self.model.concrete_aclgraph_entries.get(context.batch_descriptor)
-        return context.batch_descriptor.num_tokens, entry is not None and entry.aclgraph is not None
+        descriptor = context.batch_descriptor
+        entry = self.model.concrete_aclgraph_entries.get(descriptor)
+        known = self._graphs.setdefault(descriptor.num_tokens, descriptor)
+        if known != descriptor:
+            raise RuntimeError(
+                f"graphs {known} and {descriptor} have equally many tokens, by which their slots are told apart; use "
+                f"FULL_DECODE_ONLY, without LoRA"
+            )
+        return descriptor.num_tokens, entry is not None and entry.aclgraph is not None
 
 
 def _place(hf_config: Any, name: str, layer: Any, geometry: ModelGeometry) -> tuple[int, CompressorKind]:

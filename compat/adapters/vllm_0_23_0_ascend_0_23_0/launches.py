@@ -8,6 +8,9 @@ the paged KV cache; none says which layer it is, or which requests it has.
 Way: what they pass on is what we gave them. The state of a layer is a tiny tensor whose address names layer and kind;
 the state table is one of two tensors that say decode or prefill. In a batch decodes come first, but prefill is launched
 first (AscendDSAImpl.forward). A launch outside a forward that we know about raises: it would lose rows in silence.
+The operator's name is the process's and not an engine's: while it leads here, a launch with a state of nobody's goes to
+the true operator, as that of a native engine beside ours. It leads here from `bind` to `unbind`, or until the worker is
+gone, however it went.
 Not here: when a forward begins and ends (`runner.py`). It imports torch and none of the stack.
 
 Removal plan: gone with the first vllm-ascend whose compressor takes state, table and start from one object (its main
@@ -17,17 +20,24 @@ branch has `Compressor.forward`), or that bounds the state itself (vllm-project/
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from afd_dsv4.compat.contract import Verdict
+from afd_dsv4.compat.patch import Patch, PatchSet
 from afd_dsv4.compressor.executor import CompressorWeights
 from afd_dsv4.compressor.stock import CONTINUOUS, INTERLEAVED, StockExecution, StockRuntime, call_operator
 from afd_dsv4.geometry import CompressorKind
 from afd_dsv4.tail.tables import RequestChunk, RequestId
+
+_logger: Final = logging.getLogger("vllm.plugins.afd_dsv4")
 
 
 class UnknownLaunch(RuntimeError):
@@ -49,11 +59,85 @@ class StandInMetadata:
     prefill: _Rows
 
 
-class Launches:
-    """The operator as the attention sees it.
+class Operator:
+    """What bears the operator's name while there are bound `Launches`: leads each launch to those whose state it has.
 
     Args:
-        operator: the true one.
+        operator: the true one, which gets all others.
+    """
+
+    def __init__(self, operator: Any) -> None:
+        self._operator = operator
+
+    def __getattr__(self, name: str) -> Any:
+        """Overloads, schema and all else of the operator."""
+        return getattr(self._operator, name)
+
+    def __call__(self, *args: Any, **named: Any) -> torch.Tensor:
+        """Arguments of the operator's schema.
+
+        Raises:
+            UnknownLaunch: a state of nobody's, in the midst of a forward of ours.
+        """
+        state: torch.Tensor = args[3] if len(args) > 3 else named["state_cache"]
+        owner = _OWNERS.get(_place(state))
+        if owner is not None and (launches := owner()) is not None:
+            return launches(*args, **named)
+        if getattr(_FORWARD, "open", 0):
+            raise UnknownLaunch(
+                "a compressor is launched with a state that belongs to no layer of the model whose forward runs; the "
+                "layer's kv_cache was replaced. Report it"
+            )
+        compressed: torch.Tensor = self._operator.default(*args, **named)  # why not the packet: see Launches
+        return compressed
+
+
+#: Whose stand-in lies where, of all that are bound in this process. They keep its memory, so no address comes twice.
+_OWNERS: Final[dict[tuple[torch.device, int], weakref.ref[Launches]]] = {}
+_LOCK: Final = threading.RLock()
+_FORWARD: Final = threading.local()  # `open`: how many announced forwards this thread is in
+_OPERATOR: Final = PatchSet(
+    "the compressor operator",
+    [
+        Patch(
+            target="torch:ops._C_ascend.compressor",
+            make=Operator,
+            reason="four call sites inside attention/dsa_v1.py pass the paged state, its table and starts",
+            removal="a vllm-ascend that calls it in one place that can be overridden (its main branch has "
+            "Compressor.forward), or that bounds the state itself (vllm-project/vllm-ascend#15452)",
+        )
+    ],
+)
+
+
+def _place(state: torch.Tensor) -> tuple[torch.device, int]:
+    return state.device, state.data_ptr()
+
+
+def _release(places: Iterable[tuple[torch.device, int]]) -> None:
+    """Forget these stand-ins; give the operator its name back if they were the last."""
+    with _LOCK:
+        for place in places:
+            _OWNERS.pop(place, None)
+        if not _OWNERS:
+            for left in _OPERATOR.undo():
+                _logger.warning("afd-dsv4: %s", left)
+
+
+@contextmanager
+def _forward() -> Iterator[None]:
+    _FORWARD.open = getattr(_FORWARD, "open", 0) + 1
+    try:
+        yield
+    finally:
+        _FORWARD.open -= 1
+
+
+class Launches:
+    """The launches of one worker.
+
+    Args:
+        operator: the true one, or what bears its name.
         places: layer and kind of every state layer, in any order.
         device: where the stand-ins are.
     """
@@ -68,6 +152,7 @@ class Launches:
         #: One a layer and kind: [1 block, 1 row, 1 head, 1 value]. Its address is all that counts.
         self.states = {place: cells[i] for i, place in enumerate(places)}
         self._places = {state.data_ptr(): place for place, state in self.states.items()}
+        self._release: Callable[[], object] = lambda: None
         decode, prefill = (torch.zeros((1, 1), dtype=torch.int32, device=device) for _ in range(2))
         self.metadata = StandInMetadata(_Rows(decode), _Rows(prefill))
         self._decode, self._prefill = decode, prefill
@@ -75,9 +160,31 @@ class Launches:
         self._decodes = 0
         self._idle: StockRuntime | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        """Overloads, schema and all else of the operator."""
-        return getattr(self.operator, name)
+    def bind(self, verdict: Verdict) -> None:
+        """Have the operator's name lead here, until `unbind`, or until nobody holds this object any more.
+
+        Args:
+            verdict: of the installed stack, see `contract.verify`.
+
+        Raises:
+            DriftError, PatchError: see `PatchSet.apply`. Nothing was changed.
+        """
+        places = [_place(state) for state in self.states.values()]
+        with _LOCK:
+            # First, so that another's release in between gives no name back.
+            _OWNERS.update(dict.fromkeys(places, weakref.ref(self)))
+            release = weakref.finalize(self, _release, places)
+            release.atexit = False  # nobody launches then
+            self._release = release
+            try:
+                _OPERATOR.apply(verdict)
+            except BaseException:
+                release()
+                raise
+
+    def unbind(self) -> None:
+        """Have it lead here no more; the last one gives the operator its name back. Does nothing where it does not."""
+        self._release()
 
     @contextmanager
     def of(self, execution: StockExecution, decodes: int) -> Iterator[None]:
@@ -85,7 +192,8 @@ class Launches:
         outer = self._execution, self._decodes
         self._execution, self._decodes = execution, decodes
         try:
-            yield
+            with _forward():
+                yield
         finally:
             self._execution, self._decodes = outer
 
@@ -94,7 +202,8 @@ class Launches:
         """Launches within are nobody's: nothing is stored, nothing is read."""
         outer, self._idle = self._idle, runtime
         try:
-            yield
+            with _forward():
+                yield
         finally:
             self._idle = outer
 
@@ -126,10 +235,7 @@ class Launches:
         """
         place = self._places.get(state_cache.data_ptr())
         if place is None:
-            raise UnknownLaunch(
-                f"a compressor of ratio {cmp_ratio} is launched with a state that belongs to no layer of this model; "
-                f"another model in this process needs a worker without the plugin"
-            )
+            raise UnknownLaunch(f"a compressor of ratio {cmp_ratio} is launched with a state of no layer of this model")
         layer, kind = place
         asked = (cmp_ratio, coff, rotary_mode, cache_mode, seqused)
         if asked != (kind.ratio, kind.coff, INTERLEAVED, CONTINUOUS, None):

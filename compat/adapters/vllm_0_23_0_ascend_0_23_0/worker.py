@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
-"""vllm-ascend's worker with our runner in place of its own, and the KV memory that the tails leave.
+"""vllm-ascend's worker with our runner in place of its own, the KV memory that the tails leave, and its end.
 
-Problem: `NPUWorker.init_device` names its runner's class itself, and an explicit KV size is not measured but taken.
+Problem: `NPUWorker.init_device` names its runner's class itself; an explicit KV size is not measured but taken; and a
+start may fail at any step.
 Way: the name is patched while `init_device` runs, and only then. Tails are allocated when the model is loaded, so that
-a measured KV size is right by itself; an explicit one (`--kv-cache-memory`) is less by their bytes, because natively it
-holds the compressors' states too.
-Not here: `num_gpu_blocks_override`, which counts blocks and not bytes: the tails come on top of those.
+a measured KV size is right by itself, and so is the value that vllm-ascend's log recommends for the next start. An
+explicit one (`--kv-cache-memory`) is the KV cache's alone, as that value and the option's name have it; tails are
+beside it, and what does not fit in the device's memory then is refused. A step of the start that fails undoes ours at
+once; where the start fails outside the worker, the worker's end does (`launches.py`).
+Not here: `num_gpu_blocks_override`, which counts blocks; what does not fit fails where it is allocated, as natively.
 """
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
+import torch_npu
+from vllm.logger import logger
 from vllm_ascend.worker.worker import NPUWorker
 
 from afd_dsv4.compat.adapters.vllm_0_23_0_ascend_0_23_0.runner import AfdDsv4Runner
@@ -30,10 +38,7 @@ _RUNNER: Final = PatchSet(
             make=lambda _native: partial(AfdDsv4Runner),
             reason="NPUWorker.init_device makes its runner itself, and takes no class to make it of",
             removal="a vllm-ascend whose worker can be told its runner's class",
-            leave=(
-                "vllm_ascend.worker.model_runner_v1:NPUModelRunner",
-                f"{AfdDsv4Runner.__module__}:NPUModelRunner",
-            ),
+            alone=True,  # whoever else holds the class derives from it or asks for it, and makes no runner here
         )
     ],
 )
@@ -55,28 +60,65 @@ class AfdDsv4Worker(NPUWorker):  # type: ignore[misc]  # untyped
                 f"(VLLM_USE_V2_MODEL_RUNNER=0)"
             )
 
+    def load_model(self) -> None:
+        """See the module."""
+        with self._starting():
+            super().load_model()
+
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache.
 
         Raises:
-            ValueError: an explicit KV size that the tails do not fit in.
+            ValueError: an explicit KV size that does not fit beside weights, tails and slots and the largest forward.
         """
-        available = int(super().determine_available_memory())
-        if not self.cache_config.kv_cache_memory_bytes:
-            return available
-        taken: int = self.model_runner.tail_bytes
-        if taken >= available:
-            raise ValueError(
-                f"kv_cache_memory_bytes is {available}, and the compressors' tails take {taken} of it; raise it, or "
-                f"lower max_num_seqs"
-            )
-        return available - taken
+        with self._starting():
+            if not self.cache_config.kv_cache_memory_bytes:
+                return int(super().determine_available_memory())
+            torch_npu.npu.reset_peak_memory_stats(self.device)
+            asked = int(super().determine_available_memory())  # runs the largest forward, and measures nothing
+            stats = torch_npu.npu.memory_stats(self.device)
+            forward = stats["allocated_bytes.all.peak"] - stats["allocated_bytes.all.current"]
+            gc.collect()
+            torch_npu.npu.empty_cache()
+            left = torch_npu.npu.mem_get_info(self.device)[0] - forward
+            if asked > left:
+                raise ValueError(
+                    f"kv_cache_memory_bytes is {asked}, and the device has {left} bytes left for it, beside "
+                    f"{self.model_runner.model_memory_usage} of weights, tails and slots (of which tails and slots "
+                    f"{self.model_runner.tail_bytes}) and {forward} of the largest forward; lower it, or max_num_seqs"
+                )
+            return asked
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """See the module."""
+        with self._starting():
+            super().initialize_from_config(kv_cache_config)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """See the module."""
+        with self._starting():
+            return super().compile_or_warm_up_model()
 
     def shutdown(self) -> None:
         """End, and give the operator its name back."""
         try:
             super().shutdown()
         finally:
-            runner = getattr(self, "model_runner", None)
-            if isinstance(runner, AfdDsv4Runner):
-                runner.close_tails()
+            self._close()
+
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """A step of the start: if it fails, nothing of ours is left in the process."""
+        try:
+            yield
+        except BaseException:
+            try:
+                self._close()
+            except Exception:  # what failed first is the cause
+                logger.exception("afd-dsv4: the end of a start that failed fails too")
+            raise
+
+    def _close(self) -> None:
+        runner = getattr(self, "model_runner", None)
+        if isinstance(runner, AfdDsv4Runner):
+            runner.close_tails()

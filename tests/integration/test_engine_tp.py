@@ -55,8 +55,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
         return native.result(), plugin.result()
 
 
-def answers(runs: Any, engine: int, workload: int) -> Any:
-    ran = runs[engine]["workloads"][workload]
+def answers(runs: Any, which: int, workload: int) -> Any:
+    ran = runs[which]["workloads"][workload]
     return ran["steps"], ran["tokens"], ran["logprobs"]
 
 

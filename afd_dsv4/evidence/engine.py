@@ -473,7 +473,7 @@ def failures(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run everything; 1 if anything failed."""
     parser = argparse.ArgumentParser(prog="python -m afd_dsv4.evidence.engine", description=__doc__.splitlines()[0])
-    parser.add_argument("--workloads", type=int, default=16, help="of each configuration (default: %(default)s)")
+    parser.add_argument("--workloads", type=int, default=14, help="of each configuration (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--jobs", type=int, default=2, help="engines at once (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("build/engine"), help="default: %(default)s")

@@ -122,7 +122,7 @@ SYMBOLS: Final[tuple[Symbol, ...]] = (
     _S(f"{_WORKER}.__init__", "applies vllm-ascend's own patches first", "patches are applied in another order"),
     _S(f"{_WORKER}.init_device", "makes the runner", "the runner is not the adapter's"),
     _S(f"{_WORKER}.load_model", "tails are allocated behind it", "tails are allocated before weights, or never"),
-    _S(f"{_WORKER}.determine_available_memory", "tails are subtracted from it, once", "the KV cache takes the memory of the tails"),
+    _S(f"{_WORKER}.determine_available_memory", "a measured size leaves room for the tails, an explicit one is checked against what is free", "the KV cache takes the memory of the tails"),
     _S(f"{_WORKER}.initialize_from_config", "binds KV tensors", "the state layers have no tensor when a forward begins"),
     _S(f"{_WORKER}.compile_or_warm_up_model", "captures graphs", "a graph is captured before the tails exist"),
     _S(f"{_WORKER}.execute_model", "one step", "a step runs outside a generation"),

@@ -124,6 +124,9 @@ def test_a_step_that_breaks_off_ends_its_requests_by_name_and_no_other(seen: See
     assert broken["raised"] == "planted in a forward"
     assert "lost its tail: its step broke off with RuntimeError: planted in a forward" in broken["next"]
     assert broken["new raised"] == "planted in a forward"
+    assert broken["amid raised"] == "planted behind a launch"
+    assert broken["amid open"] == 0
+    assert "lost its tail: its step broke off with RuntimeError: planted behind a launch" in broken["amid next"]
     # As many as there are tails: none of them may be lost.
     assert broken["afterwards"] == seen["native"]
 
@@ -406,6 +409,22 @@ def broken_step(llm: Any) -> Seen:
     query = asking(llm)
     with replaced(runner, "_model_forward", broken):
         found["new raised"] = raised_by(query.step)
+    llm.llm_engine.abort_request(query.names)
+
+    launched, queue = [], runner.tails._operator
+
+    def second_breaks(*args: Any, **named: Any) -> Any:
+        launched.append(args)
+        if len(launched) == 2:
+            raise RuntimeError("planted behind a launch")
+        return queue(*args, **named)
+
+    query = asking(llm)
+    query.step()
+    with replaced(runner.tails, "_operator", second_breaks):
+        found["amid raised"] = raised_by(query.step)
+    found["amid open"] = len(runner.tails._open)
+    found["amid next"] = raised_by(query.step)
     llm.llm_engine.abort_request(query.names)
     return found | {"afterwards": ask(llm)}
 

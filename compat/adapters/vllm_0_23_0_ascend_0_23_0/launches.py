@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 """Stands in for `_C_ascend::compressor`: finds out whose launch it is, and hands it to the forward's execution.
 
-Problem: all call sites of vllm-ascend 0.23.0 (attention/dsa_v1.py: _forward_prefill, _forward_decode,
+Problem: all call sites of vllm-ascend (attention/dsa_v1.py: _forward_prefill, _forward_decode,
 _indexer_qkv_prepare, cv_indexer_select_qli) call the operator by name, with a state, a state table and starts that mean
 the paged KV cache; none says which layer it is, or which requests it has.
 Way: what they pass on is what we gave them. The state of a layer is a tiny tensor whose address names layer and kind;
@@ -231,7 +231,7 @@ class Launches:
         """Arguments of the operator's schema. State, state table and start are ours to choose.
 
         Raises:
-            UnknownLaunch: no forward was announced, or an argument is not what vllm-ascend 0.23.0 passes.
+            UnknownLaunch: no forward was announced, or an argument is not what the recorded call sites pass.
         """
         place = self._places.get(state_cache.data_ptr())
         if place is None:

@@ -14,7 +14,8 @@ Not here: sampling and drafting, whose layers own no compressor; the arithmetic 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -36,8 +37,6 @@ from afd_dsv4.config import Settings, read
 from afd_dsv4.execution.step import Steps
 from afd_dsv4.geometry import CompressorKind, ModelGeometry, from_hf_config, page_layout
 from afd_dsv4.tail.tables import RequestChunk, RequestId
-
-STACK = "vllm-ascend-0.23.0"
 
 
 class _Replay:
@@ -63,6 +62,7 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
     launches: Launches | None = None
     _chunks: tuple[RequestChunk, ...] | None = None  # of the step whose forward is to come
     _drafts: Mapping[str, int] = MappingProxyType({})  # of the step
+    _scheduled: Collection[str] = ()  # requests of the step
 
     def load_model(self) -> None:
         """Load the model, then take the memory of all tails and workspace slots, and count it as the model's."""
@@ -102,9 +102,12 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
         drafts = speculative.num_speculative_tokens if speculative is not None else 0
         most = self.scheduler_config.max_num_seqs * (1 + drafts)
         full = self.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        stack = installed()
+        if stack.name is None:
+            raise RuntimeError(f"the sizes of pages are known of recorded stacks, and this is {stack}")
         return StockRuntime(
             geometry,
-            page_layout(STACK, self.cache_config.block_size),
+            page_layout(stack.name, self.cache_config.block_size),
             max_num_seqs=self.scheduler_config.max_num_seqs,
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
             device=self.device,
@@ -137,14 +140,25 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """vllm-ascend's own; a step that breaks off leaves nothing for the next one, and no tail to go on from."""
+        self._scheduled = tuple(scheduler_output.num_scheduled_tokens)
         try:
-            return super().execute_model(scheduler_output, *args, **kwargs)
-        except BaseException as error:
-            why = f"its step broke off with {type(error).__name__}: {error}"
-            self._steps.lost(scheduler_output.num_scheduled_tokens, why)
-            raise
+            with self._whole_step():
+                return super().execute_model(scheduler_output, *args, **kwargs)
         finally:
             self._chunks = None
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """vllm-ascend's own. Drafts are judged here: where that breaks off, nobody knows which rows stay."""
+        with self._whole_step():
+            return super().sample_tokens(*args, **kwargs)
+
+    @contextmanager
+    def _whole_step(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._steps.lost(self._scheduled, f"its step broke off with {type(error).__name__}: {error}")
+            raise
 
     def _update_states(self, scheduler_output: Any) -> Any:
         ended = self._steps.end(
@@ -184,12 +198,14 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
         assert self.launches is not None
         assert self.tails is not None
+        self._refuse_after_the_end()
         with self.launches.idling(self.tails):
             return super()._dummy_run(*args, **kwargs)
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.launches is not None
         assert self.tails is not None
+        self._refuse_after_the_end()
         tails, launches = self.tails, self.launches
         run = partial(super()._model_forward, *args, **kwargs)
         chunks, self._chunks = self._chunks, None
@@ -223,6 +239,11 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
                 return run()
         finally:
             tails.end_forward(generation)
+
+    def _refuse_after_the_end(self) -> None:
+        # The operator's name may be the true operator's again, and the layers still have stand-ins for their states.
+        if self.tails is not None and self.tails.arena.closed:
+            raise RuntimeError("a forward after the worker's end; its tails are closed. Start an engine anew")
 
     def _graph(self, context: Any) -> tuple[int | None, bool]:
         """Key of the graph that this forward captures or replays, None for none; whether it was captured before."""

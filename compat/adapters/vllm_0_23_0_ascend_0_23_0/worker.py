@@ -6,7 +6,7 @@ Problem: `NPUWorker.init_device` names its runner's class itself; an explicit KV
 start may fail at any step.
 Way: the name is patched while `init_device` runs, and only then. Tails are allocated when the model is loaded, so that
 a measured KV size is right by itself, and so is the value that vllm-ascend's log recommends for the next start. An
-explicit one (`--kv-cache-memory`) is the KV cache's alone, as that value and the option's name have it; tails are
+explicit one (`--kv-cache-memory-bytes`) is the KV cache's alone, as that value and the option's name have it; tails are
 beside it, and what does not fit in the device's memory then is refused. A step of the start that fails undoes ours at
 once; where the start fails outside the worker, the worker's end does (`launches.py`).
 Not here: `num_gpu_blocks_override`, which counts blocks; what does not fit fails where it is allocated, as natively.

@@ -123,10 +123,10 @@ class _Watch:
         self._class, self._name, self._then = type(target), name, then
         self.before = vars(target).get(name)  # nobody's, as far as we know
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any, **named: Any) -> None:
         native = self.before or getattr(self._class, self._name)
-        native(*args)
-        self._then(*args)
+        native(*args, **named)
+        self._then(*args, **named)
 
 
 def configure(vllm_config: Any, platform_class: type) -> None:
@@ -211,7 +211,7 @@ def _watch(target: Any, name: str, then: Callable[..., None]) -> None:
         setattr(target, name, _Watch(target, name, then))
 
 
-def _refuse_streaming_input(*_: Any) -> None:
+def _refuse_streaming_input(*_: Any, **__: Any) -> None:
     """Refuse a request that is to stop and go on with more input, on an engine with the plugin.
 
     It keeps its tail while it waits for input. The scheduler takes it for waiting, not for running, and admits others;

@@ -446,7 +446,7 @@ class Contention:
         found = []
         if self.waited[0] == 0 or self.waited[1] > 0:
             found.append(f"the long prompt waits {self.waited[0]} steps natively and {self.waited[1]} with the plugin")
-        if self.mismatched:
+        if self.mismatched or not self.tokens:
             found.append(f"a long prompt: {self.mismatched} of {self.tokens} tokens differ")
         return found
 

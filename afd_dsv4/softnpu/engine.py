@@ -89,6 +89,8 @@ def run(
         EngineError: it ended with an error.
         subprocess.TimeoutExpired: it did not end.
     """
+    # The interpreter need not have this package.
+    path = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
     devices = {"SOFTNPU_DEVICES": str(spec.get("engine", {}).get("tensor_parallel_size", 1))}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(dict(spec), file)
@@ -100,7 +102,7 @@ def run(
             text=True,
             check=False,
             timeout=timeout_s,
-            env={**QUIET, "PYTHONPATH": str(CHECKOUT), **devices, **os.environ, **(environment or {})},
+            env={**QUIET, **devices, **os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(path)},
         )
     if done.returncode:
         raise EngineError(f"exit {done.returncode}: {done.stderr[-6000:]}")
@@ -236,13 +238,15 @@ def execute(spec: Mapping[str, Any]) -> dict[str, Any]:
         os.environ.setdefault(name, value)
     # Half a million objects of modules, never garbage: looking at them is a tenth of an engine's time.
     gc.disable()
-    from vllm import LLM
-    from vllm.compilation.counter import compilation_counter
+    try:
+        from vllm import LLM
+        from vllm.compilation.counter import compilation_counter
 
-    from afd_dsv4.softnpu import replays, runtime
+        from afd_dsv4.softnpu import replays, runtime
 
-    gc.freeze()
-    gc.enable()
+        gc.freeze()
+    finally:
+        gc.enable()
     llm = LLM(model=spec["checkpoint"], **{**DEFAULTS, **spec.get("engine", {})})
     built = time.perf_counter()
     # The engine core is there to be asked only where it runs in this process.

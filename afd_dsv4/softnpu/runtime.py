@@ -433,5 +433,13 @@ def calls() -> tuple[int, int]:
     install()
     import torch
 
-    queued, waited = torch.ops.softnpu.calls()
+    queued, waited, _ = torch.ops.softnpu.calls()
     return int(queued), int(waited)
+
+
+def remembered_calls() -> int:
+    """Return of how many aten calls the shapes of the results were known from an earlier one."""
+    install()
+    import torch
+
+    return int(torch.ops.softnpu.calls()[2])

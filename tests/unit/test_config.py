@@ -50,6 +50,7 @@ def test_an_unknown_key_is_refused_with_the_known_ones():
         ({"fence_timeout_s": -1.5}, "setting fence_timeout_s: -1.5"),
         ({"fence_timeout_s": float("inf")}, "setting fence_timeout_s: inf"),
         ({"fence_timeout_s": float("nan")}, "setting fence_timeout_s: nan"),
+        ({"fence_timeout_s": 10**400}, "setting fence_timeout_s: 1000"),
         ({"fence_timeout_s": "60"}, "setting fence_timeout_s: '60'"),
         ({"fence_timeout_s": True}, "setting fence_timeout_s: True"),
         ({"fence_timeout_s": None}, "setting fence_timeout_s: None"),

@@ -25,7 +25,7 @@ namespace {
 using c10::IValue;
 using c10::OperatorHandle;
 
-std::atomic<uint64_t> g_queued{0}, g_waiting{0};
+std::atomic<uint64_t> g_queued{0}, g_waiting{0}, g_remembered{0};
 
 bool on_device(const at::Tensor& t) { return t.defined() && t.is_privateuseone(); }
 
@@ -226,7 +226,8 @@ bool shape_depends_on_data(const Call& call) {
 
 // What the meta kernels said before. Most of them are Python (torch._refs), and cost more than the operator itself; an
 // engine asks the same thing in every step. What they say is a function of the arguments without the tensors' contents
-// and of the default dtype. Only results are kept, not refusals.
+// and of the default dtype, as long as nobody
+// registers another meta kernel: what was asked before is not asked again. Only results are kept, not refusals.
 class Remembered {
  public:
   // The question as bytes; empty if it cannot be written down.
@@ -330,7 +331,10 @@ Remembered& remembered() {
 
 void call_meta(const Call& call, Stack* results) {
   const std::string question = Remembered::question(call);
-  if (!question.empty() && remembered().find(question, results)) return;
+  if (!question.empty() && remembered().find(question, results)) {
+    ++g_remembered;
+    return;
+  }
   at::AutoDispatchBelowADInplaceOrView guard;
   std::unordered_map<const void*, at::Tensor> metas;
   Stack arguments;
@@ -630,5 +634,6 @@ void raise_by_name(const OperatorHandle& op, c10::DispatchKeySet, Stack*) {
 
 uint64_t queued_calls() { return g_queued; }
 uint64_t waiting_calls() { return g_waiting; }
+uint64_t remembered_calls() { return g_remembered; }
 
 }  // namespace softaten

@@ -145,7 +145,10 @@ std::vector<int64_t> install() {
 }
 
 // [calls queued on a stream, calls that waited for the stream] so far
-std::vector<int64_t> calls() { return {static_cast<int64_t>(queued_calls()), static_cast<int64_t>(waiting_calls())}; }
+std::vector<int64_t> calls() {
+  return {static_cast<int64_t>(queued_calls()), static_cast<int64_t>(waiting_calls()),
+          static_cast<int64_t>(remembered_calls())};
+}
 
 }  // namespace
 }  // namespace softaten

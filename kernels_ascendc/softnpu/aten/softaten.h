@@ -74,6 +74,7 @@ __attribute__((visibility("default"))) void run_by_contract(const c10::OperatorH
 void raise_by_name(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
 uint64_t queued_calls();
 uint64_t waiting_calls();
+uint64_t remembered_calls();  // whose results' shapes were known from an earlier call
 
 // aten::copy_ (copy.cpp).
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking);

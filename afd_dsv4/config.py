@@ -67,8 +67,8 @@ class Settings:
         _check("slots", self.slots, _whole(self.slots, 1), "it must be a whole number of at least 1")
         good = self.drafts is None or _whole(self.drafts, 0)
         _check("drafts", self.drafts, good, "it must be a whole number, 0 or more")
-        good = _number(self.fence_timeout_s) and 0 < self.fence_timeout_s < 1e9
-        _check("fence_timeout_s", self.fence_timeout_s, good, "it must be a number of seconds above 0 and below 1e9")
+        good = _number(self.fence_timeout_s) and 0 < self.fence_timeout_s <= 1e9
+        _check("fence_timeout_s", self.fence_timeout_s, good, "it must be a number of seconds above 0 and at most 1e9")
 
     def as_mapping(self) -> dict[str, str | int | float]:
         """What `from_mapping` makes the same settings of; plain enough for JSON."""

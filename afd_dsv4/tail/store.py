@@ -247,7 +247,8 @@ class TailStore:
                 f"executions, {lost} in doubt and never to be taken again; finish those, end requests or raise "
                 f"max_num_seqs" + (", or restart the worker" if lost else "")
             )
-        self.refuse_void(chunks)
+        if any(held is not None and held.void is not None for held in known):
+            self.refuse_void(chunks)
         for chunk, held in zip(chunks, known, strict=True):
             low, high = (held.low, held.high) if held is not None else (0, 0)
             if not low <= chunk.start <= high:

@@ -25,7 +25,7 @@ import pytest
 
 from afd_dsv4.softnpu import checkpoint, engine
 
-pytestmark = [pytest.mark.npu, pytest.mark.vllm_runtime, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.npu, pytest.mark.vllm_runtime, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = checkpoint.Geometry()
 ANSWER = 6
@@ -39,7 +39,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = checkpoint.write(tmp_path_factory.mktemp("dsv4"), MODEL)
     command = [sys.executable, "-m", "afd_dsv4.softnpu", "--", sys.executable, __file__, str(folder)]
     environment = {**engine.QUIET, **os.environ, "SOFTNPU_WAIVE": ",".join(MODEL.waivers)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=850, env=environment)
     assert done.returncode == 0, done.stderr[-6000:]
     found: Seen = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -52,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             "workloads": workloads,
             **(spec or {}),
         }
-        return engine.run(described, {"SOFTNPU_WAIVE": ",".join(MODEL.waivers)}, timeout_s=280)
+        return engine.run(described, {"SOFTNPU_WAIVE": ",".join(MODEL.waivers)}, timeout_s=850)
 
     return run
 

@@ -23,8 +23,11 @@ NAMES = ("off", "afd", "not installed")
 
 
 def interpreter(folder: Path) -> Path:
-    """Make a virtual environment in `folder` that holds what this one does but our distribution; return its python."""
-    venv.EnvBuilder(symlinks=True, with_pip=False).create(folder)
+    """Make a virtual environment in `folder` that holds what this one does but our distribution; return its python.
+
+    What an earlier run left there is replaced.
+    """
+    venv.EnvBuilder(symlinks=True, with_pip=False, clear=True).create(folder)
     site = next(folder.glob("lib/python*/site-packages"))
     for found in Path(sysconfig.get_path("purelib")).iterdir():
         # The distribution is its metadata and, of an editable one, what puts the checkout on the path.

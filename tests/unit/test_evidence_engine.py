@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +119,18 @@ def test_native_behaviour_is_untouched_where_three_engines_agree_in_everything()
     assert untouched.problems({"off": ENGINE | silent, "afd": ENGINE | silent, "not installed": ABSENT | silent}) == [
         "no tokens were compared"
     ]
+
+
+def test_the_interpreter_has_all_packages_but_ours_also_where_an_earlier_run_left_one(tmp_path: Path) -> None:
+    names = "{d.name.replace('-', '_') for d in distributions()}"
+    ask = f"from importlib.metadata import distributions; print(*sorted({names}))"
+
+    def packages(python: Path | str) -> set[str]:
+        done = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True, cwd=tmp_path)
+        return set(done.stdout.split())
+
+    for _ in range(2):
+        assert packages(sys.executable) - packages(untouched.interpreter(tmp_path / "python")) == {"afd_dsv4"}
 
 
 def test_workloads_are_a_function_of_configuration_and_seed_and_keep_its_limits() -> None:

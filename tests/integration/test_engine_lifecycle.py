@@ -18,6 +18,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,8 +128,15 @@ def test_a_step_that_breaks_off_ends_its_requests_by_name_and_no_other(seen: See
     assert broken["amid raised"] == "planted behind a launch"
     assert broken["amid open"] == 0
     assert "lost its tail: its step broke off with RuntimeError: planted behind a launch" in broken["amid next"]
+    assert broken["sampling raised"] == "planted in sampling"
+    assert "lost its tail: its step broke off with RuntimeError: planted in sampling" in broken["sampling next"]
     # As many as there are tails: none of them may be lost.
     assert broken["afterwards"] == seen["native"]
+
+
+def test_no_forward_runs_after_the_workers_end(seen: Seen) -> None:
+    """The operator's name may be the true one's again, and the layers have one-cell states."""
+    assert [says.split(";")[0] for says in seen["after the end"]] == ["a forward after the worker's end"] * 2
 
 
 def test_streaming_input_is_refused_and_the_engine_goes_on(seen: Seen) -> None:
@@ -294,6 +302,10 @@ class Life:
             - 150 * 2**20
         )
         measured.llm_engine.engine_core.shutdown()
+        self.sees["after the end"] = [
+            raised_by(partial(worker.model_runner._dummy_run, 1)),
+            raised_by(partial(worker.model_runner._model_forward, 1)),
+        ]
         watch = weakref.ref(worker)
         del measured, worker
         collect()
@@ -425,6 +437,16 @@ def broken_step(llm: Any) -> Seen:
         found["amid raised"] = raised_by(query.step)
     found["amid open"] = len(runner.tails._open)
     found["amid next"] = raised_by(query.step)
+    llm.llm_engine.abort_request(query.names)
+
+    def sampling_breaks(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("planted in sampling")
+
+    query = asking(llm)
+    query.step()
+    with replaced(runner, "_sample", sampling_breaks):
+        found["sampling raised"] = raised_by(query.step)
+    found["sampling next"] = raised_by(query.step)
     llm.llm_engine.abort_request(query.names)
     return found | {"afterwards": ask(llm)}
 

@@ -40,6 +40,9 @@ from afd_dsv4.workspace.trace import Trace
 #: Runtimes whose memory the device, or the replay of a graph, may touch at any time.
 _NEVER_FREED: set[StockRuntime] = set()
 
+#: Of the process: a runtime that follows another one, as in an elastic restart, must not give its generations again.
+_MINT = GenerationMint()
+
 CONTINUOUS = 1  # the operator's cache_mode that skips page 0
 INTERLEAVED = 2  # the operator's rotary_mode
 
@@ -203,14 +206,17 @@ class StockRuntime:
             fence_timeout_s=fence_timeout_s,
             clock=clock,
             trace=self.trace,
+            since=_MINT.mint(),
         )
         self._operator = operator
-        self._mint = GenerationMint()
         self._beginning = threading.Lock()
         self._last: dict[SeatIndex, Lease[Any]] = {}  # who had a seat's pages last
         self._open: dict[ExecutionId, StockExecution] = {}
         self._captured: dict[Hashable, tuple[int, int]] = {}  # graph key -> requests, tokens
         self.layers = {kind: {layer: i for i, layer in enumerate(geometry.layers_of(kind))} for kind in CompressorKind}
+        self.steps: dict[int, list[tuple[int, CompressorKind]]] = {}  # layer -> its compressors
+        for compressor in geometry.compressors:
+            self.steps.setdefault(compressor.layer, []).append((compressor.layer, compressor.kind))
         where = self.device.device
         self.pools = {
             kind: torch.empty(
@@ -279,7 +285,7 @@ class StockRuntime:
             TailVoid: a request whose last execution did not launch everything.
             UnknownPosition: a chunk does not start where its request's tail ends.
         """
-        return self._plan(chunks, ExecutionId(generation or self._mint.mint(), ubatch), None, 0)
+        return self._plan(chunks, ExecutionId(generation or _MINT.mint(), ubatch), None, 0)
 
     def capture(
         self, key: Hashable, chunks: Sequence[RequestChunk], *, generation: Generation | None = None
@@ -307,7 +313,7 @@ class StockRuntime:
                 f"{self.store.max_num_seqs}; capture a smaller one, or raise max_num_seqs"
             )
         self._check_tokens(chunks)
-        execution = ExecutionId(generation or self._mint.mint(), 0, 0, Domain.GRAPH, ExecutionKind.CAPTURE)
+        execution = ExecutionId(generation or _MINT.mint(), 0, 0, Domain.GRAPH, ExecutionKind.CAPTURE)
         lists = {
             ratio: PageList(
                 shape=shape,
@@ -345,7 +351,7 @@ class StockRuntime:
                 f"{len(chunks)} requests with {asked} tokens for graph {key!r}, captured for {requests} and {tokens}; "
                 f"capture a larger one, or begin without a graph"
             )
-        execution = ExecutionId(generation or self._mint.mint(), 0, 0, Domain.GRAPH)
+        execution = ExecutionId(generation or _MINT.mint(), 0, 0, Domain.GRAPH)
         return self._plan(chunks, execution, key, requests)
 
     def _plan(
@@ -439,7 +445,7 @@ class StockRuntime:
 
     def mint(self) -> Generation:
         """A generation for a forward whose uBatches are begun one by one."""
-        return self._mint.mint()
+        return _MINT.mint()
 
     def end_request(self, request: RequestId) -> None:
         """Give a request's tail away. Its next owner waits for the last lease that mapped it."""
@@ -465,6 +471,25 @@ class StockRuntime:
                     errors.append(error)
         if errors:
             raise errors[0]
+        return tuple(left)
+
+    def abandon(self, generation: Generation, why: str) -> tuple[ExecutionId, ...]:
+        """Give up what a forward left open: nobody can prove that its work is over, or ever will be.
+
+        Their slots are never leased again, their requests' tails are void and those requests' pages never taken, as
+        after `WorkspaceArena.quarantine`. Executions of the forward that are finished have a fence and keep it.
+
+        Args:
+            generation: of the forward.
+            why: for whoever goes on all the same.
+
+        Returns:
+            The executions that were open. Finishing them now does nothing.
+        """
+        with self.arena.lock:
+            left = [execution for execution in self._open if execution.generation == generation]
+            for execution in left:
+                self._open.pop(execution).abandon(why)
         return tuple(left)
 
     def seats_in_doubt(self) -> tuple[SeatIndex, ...]:
@@ -544,6 +569,7 @@ class StockExecution:
     Attributes:
         lease: None for an execution without requests.
         lists: page lists by ratio.
+        lost: once it is finished without all of its launches, or given up: why its requests' tails are void.
     """
 
     def __init__(
@@ -560,9 +586,10 @@ class StockExecution:
         self._chunks = chunks
         self._first = [0, *itertools.accumulate(chunk.tokens for chunk in chunks)]  # each request's first token
         self._launched: dict[tuple[int, CompressorKind], list[slice]] = {}  # requests whose launch is queued
-        self._whole = 0  # compressors all of whose requests are launched
+        self._whole: set[tuple[int, CompressorKind]] = set()  # compressors all of whose requests are launched
         self._layer: dict[CompressorKind, int] = {}  # the last layer launched
         self._replayed = False
+        self.lost: str | None = None
         self.lease = lease
         self.lists = plan.lists if plan else {}
         if lease is not None:
@@ -628,7 +655,7 @@ class StockExecution:
             )
             self._launched.setdefault((layer, kind), []).append(mine)
             if mine.start < mine.stop and self._count(layer, kind) == len(self._chunks):
-                self._whole += 1
+                self._whole.add((layer, kind))
                 self.lease.complete((layer, kind))
         return compressed
 
@@ -673,6 +700,16 @@ class StockExecution:
         """Requests whose launch is queued."""
         return sum(done.stop - done.start for done in self._launched.get((layer, kind), ()))
 
+    def computed(self, layer: int) -> bool:
+        """Whether all launches of a layer are queued. True without requests, and where the layer has no compressor."""
+        return self.lease is None or self._replayed or self._whole.issuperset(self._runtime.steps.get(layer, ()))
+
+    def abandon(self, why: str) -> None:
+        """See `StockRuntime.abandon`, which calls it."""
+        if self.lease is not None:
+            self.lost = f"{self.lease.execution} was given up: {why}"
+            self._runtime.arena.quarantine(self.lease, why)
+
     def finish(self) -> None:
         """Seal the lease. If a launch is missing, as after an exception, the requests' tails are void from here on.
 
@@ -682,13 +719,14 @@ class StockExecution:
             return
         compressors = () if self._replayed else self._runtime.geometry.compressors
         missing = []
-        if self._whole < len(compressors):
+        if len(self._whole) < len(compressors):
             missing = [c for c in compressors if self._count(c.layer, c.kind) != len(self._chunks)]
         with self._runtime.arena.lock:  # void before anybody can go on from these tails
             if missing and self.lease.state is LeaseState.ACQUIRED:
                 first = f"layer {missing[0].layer} {missing[0].kind.value}"
-                lost = f"{len(missing)} of {len(compressors)} launches missing, first {first}"
-                self._plan.void(f"{self.lease.execution} ended with {lost}")
+                missed = f"{len(missing)} of {len(compressors)} launches missing, first {first}"
+                self.lost = f"{self.lease.execution} ended with {missed}"
+                self._plan.void(self.lost)
             self._runtime._open.pop(self.lease.execution, None)
             if self.lease.state is not LeaseState.QUARANTINED:  # given up before: what there was to void is void
                 self.lease.seal(whole=not missing)

@@ -128,6 +128,7 @@ class WorkspaceArena(Generic[S]):
         fence_timeout_s: a fence that has not passed for so long after its seal is not waited for any more.
         clock: seconds, monotonic.
         trace: where to note what was ordered; None for nowhere.
+        since: the newest generation that was minted before there was this arena: leases of them are stale here.
 
     Attributes:
         slots: all of them, those of graphs last.
@@ -145,6 +146,7 @@ class WorkspaceArena(Generic[S]):
         fence_timeout_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
         trace: Trace | None = None,
+        since: Generation = Generation(0),  # noqa: B008  # an int
     ) -> None:
         if slots < 1:
             raise ValueError(f"an arena needs at least one slot, got {slots}")
@@ -171,7 +173,7 @@ class WorkspaceArena(Generic[S]):
         self._replaced: list[Lease[S]] = []  # captured anew since
         self._clock = clock
         self._seals = 0
-        self._newest = Generation(0)
+        self._newest = since
 
     def acquire(self, execution: ExecutionId) -> Lease[S]:
         """Lease a slot. Never waits on the host.
@@ -317,17 +319,18 @@ class WorkspaceArena(Generic[S]):
             RELEASED: it is over, which nobody knew before.
             ALREADY_RELEASED: it is over.
             NOT_QUIESCED: it is open, or its work may still run.
-            STALE_GENERATION: the memory was replaced since; or (by identity) no slot knows it, though its generation
-                has been leased for: its slot has had another lease since, or there never was one.
+            STALE_GENERATION: the memory was replaced since, or it is of another arena that was closed; or (by identity)
+                no slot knows it, though its generation has been leased for, or was minted before there was this arena:
+                its slot has had another lease since, or there never was one.
             IN_DOUBT: it is quarantined, or waits for what is.
-            NOT_FOUND: it is not a lease of this arena, or (by identity) of a generation that is still to come.
+            NOT_FOUND: it is a lease of another arena, or (by identity) of a generation that is still to come.
         """
         with self.lock:
             found = self._find(lease) if isinstance(lease, ExecutionId) else lease
             if isinstance(found, Settlement):
                 return found
             if found.arena is not self:
-                return Settlement.NOT_FOUND
+                return Settlement.STALE_GENERATION if found.arena.closed else Settlement.NOT_FOUND
             outcome = self._settle(found)
             if self.trace is not None:
                 self.trace.add("settle", found.number, outcome._value_)

@@ -250,7 +250,7 @@ def test_a_request_whose_execution_broke_off_is_failed_by_name_and_can_start_ane
     with pytest.raises(KeyError):
         break_off()
     with pytest.raises(
-        TailVoid, match=r"'a' lost its tail: generation 1 .* 4 of 5 launches missing, first layer 0 c4_ind"
+        TailVoid, match=r"'a' lost its tail: generation .* 4 of 5 launches missing, first layer 0 c4_ind"
     ):
         world.runtime.begin([RequestChunk(RequestId("a"), 9, 12)])
     world.forward(requests, [RequestChunk(RequestId("b"), 0, 300)])

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""A forward whose uBatches are the stages of an asynchronous connector, and the work items that they have under way.
+
+Problem: with afd-plugin's CAMAsyncAFDConnector one thread computes the attention of stage 1 while the experts of stage
+0 are computed elsewhere: attention(L, 0), send, attention(L, 1), receive, send, attention(L + 1, 0), ... What has been
+sent cannot be taken back: if the forward breaks off with an item under way, nobody can say when the device is done with
+what was queued (the receive may spin for ever), and the authors of the connector call a blind drain unsafe.
+Way: a work item has no identity of its own, so it gets ours: generation, stage, layer. The connector's subclass says
+`sent` before it hands an item over, and `received` once the receive is queued; both are checked against the schedule.
+A forward that ends with an item under way is given up: its open executions are quarantined, one line says why. Failed
+is failed: nothing more may be sent or received for this forward.
+Not here: tensors (`boundary.py`), and where the calls come from (adapters). It imports neither torch nor vLLM.
+
+Contract: `connectors/npu/async_cam.py` and `model_executor/models/npu/deepseek_v2_async_cam_forward.py` of
+vllm-project/afd-plugin at 85e826e.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from types import TracebackType
+
+from afd_dsv4.execution.forward import E, Forward, Runtime
+from afd_dsv4.execution.ubatch import cut_at
+from afd_dsv4.tail.tables import RequestChunk
+from afd_dsv4.workspace.identity import Generation
+
+_logger = logging.getLogger("vllm.plugins.afd_dsv4")
+
+
+class CamError(RuntimeError):
+    """A stage that leaves its schedule, or a forward that has failed and is used all the same."""
+
+
+class CamForward(Forward[E]):
+    """See the module; and `Forward`, whose uBatches are the stages.
+
+    A stage without tokens has an execution without requests: it sends and receives like any other, and leases nothing.
+
+    Attributes:
+        under_way: by stage, the layer of the item that was sent and not received.
+        failed: why nothing may be sent or received any more; None while it may. If it was given up with an item under
+            way, the connector's own queue is not to be trusted either: let it refuse from there on.
+    """
+
+    def __init__(
+        self, runtime: Runtime[E], parts: Sequence[Sequence[RequestChunk]], *, generation: Generation | None = None
+    ) -> None:
+        super().__init__(runtime, parts, generation=generation)
+        self.under_way: dict[int, int] = {}
+        self.failed: str | None = None
+        self._last = [-1] * len(parts)  # by stage, the layer that was sent last
+
+    @classmethod
+    def from_stages(
+        cls,
+        runtime: Runtime[E],
+        chunks: Sequence[RequestChunk],
+        stages: Sequence[tuple[int, int]],
+        *,
+        generation: Generation | None = None,
+    ) -> CamForward[E]:
+        """A forward whose batch is cut as the planner says.
+
+        Args:
+            runtime: see `Forward`.
+            chunks: of the whole batch, in batch order.
+            stages: first token of each stage in the packed batch, and the one behind its last (`AsyncMoeStage.
+                token_slice`); one for the whole batch where the planner does not split.
+            generation: see `Forward`.
+
+        Raises:
+            ValueError: stages that do not follow each other from the first token to the last, or see `ubatch.cut_at`.
+        """
+        return cls(runtime, cut_at(chunks, stages), generation=generation)
+
+    def sent(self, layer: int, stage: int) -> None:
+        """A stage is about to hand over its item. From here on it is under way, whatever becomes of the call.
+
+        Args:
+            layer: whose output it is.
+            stage: index of the stage.
+
+        Raises:
+            CamError: the forward has failed or is over, has no such stage, the stage has an item under way, has been
+                at this layer, or has not launched all compressors of it. The forward has failed.
+        """
+        if self.failed is not None or self._over or not 0 <= stage < len(self.executions):
+            self._refuse(f"layer {layer}", stage)
+        if stage in self.under_way:
+            self._fail(f"sends layer {layer} before it has received that of layer {self.under_way[stage]}", stage)
+        if layer <= self._last[stage]:
+            self._fail(f"sends layer {layer} behind layer {self._last[stage]}", stage)
+        if not self.executions[stage].computed(layer):
+            self._fail(f"sends layer {layer}, and has not launched all of its compressors; their rows are lost", stage)
+        self._last[stage] = layer
+        self.under_way[stage] = layer
+
+    def received(self, stage: int) -> int:
+        """The receive of a stage's item is queued: what is queued from now on comes behind it. Returns its layer.
+
+        Raises:
+            CamError: the forward has failed or is over, or the stage has nothing under way. The forward has failed.
+        """
+        if self.failed is not None or self._over or not 0 <= stage < len(self.executions):
+            self._refuse("a result", stage)
+        if stage not in self.under_way:
+            self._fail("receives what it has not sent", stage)
+        return self.under_way.pop(stage)
+
+    def _refuse(self, what: str, stage: int) -> None:
+        if self.failed is None and not self._over:
+            self._fail(f"is none: this forward has {len(self.executions)}", stage)
+        raise CamError(
+            f"generation {self.generation} moves {what} of stage {stage} after it "
+            f"{'failed: ' + self.failed if self.failed else 'was over'}"
+        )
+
+    def _fail(self, why: str, stage: int) -> None:
+        self.failed = f"stage {stage} of generation {self.generation} {why}"
+        raise CamError(self.failed)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Settle every execution; give up those that are open if an item is under way.
+
+        Raises:
+            CamError: an item is under way, and no exception says why.
+            BrokenOff: see `Forward`.
+        """
+        if self.under_way:
+            items = ", ".join(f"layer {layer} of stage {stage}" for stage, layer in self.under_way.items())
+            cause = "it ended" if error is None else f"{type(error).__name__}: {error}"
+            why = f"generation {self.generation} has sent {items} and not received it: {cause}"
+            _logger.error("afd-dsv4: %s. Nobody can tell when its work is over; restart the worker", why)
+            lost = CamError(why) if error is None else None
+            self.failed = why
+            try:
+                self.runtime.abandon(self.generation, why)
+            finally:
+                super().__exit__(kind, lost or error, trace)
+            if lost is not None:
+                raise lost
+            return
+        if error is not None and self.failed is None:
+            self.failed = f"{type(error).__name__}: {error}"
+        super().__exit__(kind, error, trace)

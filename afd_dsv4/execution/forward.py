@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""All executions of one runner forward, by uBatch.
+
+Problem: a forward may run as several uBatches, in threads that take turns or as stages of one thread. A request may be
+cut between two of them, one of them may break off, and above us the exception of a thread is swallowed: vllm-ascend's
+and afd-plugin's threads of uBatches merge what is there, and nobody hears of what is missing.
+Way: one object begins all of them, with one generation and in uBatch order, so that tables are planned together and a
+uBatch continues the cut request of the one before it. Whoever launches asks for the execution of its uBatch's index;
+threads have no part in it. When the forward ends, however it ends, every execution is settled; and one that lacks
+launches breaks the forward, if nothing else has: its output is short, and its requests' tails are void.
+Not here: what is launched (`compressor/`), how a batch is cut (`ubatch.py`), what a stage of a connector may do
+(`cam.py`). It imports neither torch nor vLLM.
+
+    with Forward(runtime, parts) as forward:          # parts: chunks by uBatch
+        with forward.running(0) as execution: ...     # in uBatch 0's thread, or forward[0] and forward.finish(0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Generic, Protocol, TypeVar
+
+from afd_dsv4.tail.tables import RequestChunk
+from afd_dsv4.workspace.identity import ExecutionId, Generation
+
+
+class Execution(Protocol):
+    """What a forward asks of an execution; `compressor/stock.py` has one."""
+
+    @property
+    def lost(self) -> str | None:
+        """Why its requests' tails are void; None as long as they are not."""
+
+    def computed(self, layer: int) -> bool:
+        """Whether all compressor launches of a layer are queued; True where there is nothing to launch."""
+
+    def finish(self) -> None:
+        """No more launches."""
+
+
+E = TypeVar("E", bound=Execution)
+E_co = TypeVar("E_co", bound=Execution, covariant=True)
+
+
+class Runtime(Protocol[E_co]):
+    """What a forward asks of the runtime; `compressor.stock.StockRuntime` is one."""
+
+    def mint(self) -> Generation:
+        """A new generation."""
+
+    def begin(self, chunks: Sequence[RequestChunk], *, generation: Generation | None = None, ubatch: int = 0) -> E_co:
+        """Plan an execution and lease its workspace slot."""
+
+    def end_forward(self, generation: Generation) -> tuple[ExecutionId, ...]:
+        """Seal what is open of a forward, as broken where launches are missing."""
+
+    def abandon(self, generation: Generation, why: str) -> tuple[ExecutionId, ...]:
+        """Quarantine what is open of a forward."""
+
+
+class BrokenOff(RuntimeError):
+    """A uBatch of a forward did not launch all that it should have, and nobody had heard of it. Its tails are void."""
+
+
+class Forward(Generic[E]):
+    """A context manager; see the module. Enter it at once: its executions hold workspace slots from here on.
+
+    Args:
+        runtime: begins and settles executions.
+        parts: chunks by uBatch; a uBatch without requests has an execution that holds nothing.
+        generation: from `runtime.mint`; None mints one.
+
+    Attributes:
+        generation: of all its executions.
+        executions: by uBatch.
+
+    Raises:
+        Whatever `runtime.begin` does. What had been begun by then is settled, its requests' tails are void.
+    """
+
+    def __init__(
+        self, runtime: Runtime[E], parts: Sequence[Sequence[RequestChunk]], *, generation: Generation | None = None
+    ) -> None:
+        self.runtime = runtime
+        self.generation = runtime.mint() if generation is None else generation
+        self._finished: set[int] = set()
+        self._errors: dict[int, BaseException] = {}  # by uBatch, what its thread ended with
+        self._over = False
+        begun: list[E] = []
+        try:
+            for ubatch, chunks in enumerate(parts):
+                begun.append(runtime.begin(chunks, generation=self.generation, ubatch=ubatch))
+        except BaseException:
+            self._over = True
+            runtime.end_forward(self.generation)
+            raise
+        self.executions = tuple(begun)
+
+    def __len__(self) -> int:
+        return len(self.executions)
+
+    def __getitem__(self, ubatch: int) -> E:
+        """The execution of a uBatch.
+
+        Raises:
+            IndexError: the forward has no such uBatch.
+        """
+        if not 0 <= ubatch < len(self.executions):
+            raise IndexError(
+                f"uBatch {ubatch} of generation {self.generation}, which has {len(self.executions)}; the forward was "
+                f"planned with another cut"
+            )
+        return self.executions[ubatch]
+
+    def finish(self, ubatch: int, error: BaseException | None = None) -> None:
+        """A uBatch's last launch is queued, or its thread is over, however it went. Later calls do nothing.
+
+        Args:
+            ubatch: its index.
+            error: what its thread ends with, which nobody above may hear of.
+        """
+        execution = self[ubatch]
+        if error is not None:
+            self._errors.setdefault(ubatch, error)
+        if self._over or ubatch in self._finished:
+            return
+        self._finished.add(ubatch)
+        execution.finish()
+
+    @contextmanager
+    def running(self, ubatch: int) -> Iterator[E]:
+        """Finish a uBatch where its thread, or its part of one, ends. What that raises goes on."""
+        error: BaseException | None = None
+        try:
+            yield self[ubatch]
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self.finish(ubatch, error)
+
+    def __enter__(self: F) -> F:
+        if self._over:
+            raise RuntimeError(f"generation {self.generation} is over; make a new forward")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Settle every execution. Call it once the threads of all uBatches have ended.
+
+        Raises:
+            BrokenOff: a uBatch lacks launches, or its thread ended with an exception that is not the one with which the
+                forward ends, if it does. What the thread ended with is the cause.
+        """
+        self._over = True
+        self.runtime.end_forward(self.generation)
+        if error is not None and not (isinstance(error, Exception) and self._unheard(error)):
+            return
+        for ubatch, execution in enumerate(self.executions):
+            if ubatch in self._errors or execution.lost is not None:
+                cause = self._errors.get(ubatch)
+                said = f" with {type(cause).__name__}: {cause}" if cause else ", and nobody said why"
+                raise BrokenOff(
+                    f"uBatch {ubatch} of generation {self.generation} broke off{said}. The output of this forward is "
+                    f"not whole; tails: {execution.lost or 'whole'}"
+                ) from cause
+
+    def _unheard(self, error: BaseException) -> bool:
+        """Whether `error` came of what a thread ended with: of results that are not there."""
+        return bool(self._errors) and error not in self._errors.values()
+
+
+F = TypeVar("F", bound=Forward)  # type: ignore[type-arg]  # of any execution

@@ -7,7 +7,9 @@ _indexer_qkv_prepare, cv_indexer_select_qli) call the operator by name, with a s
 the paged KV cache; none says which layer it is, or which requests it has.
 Way: what they pass on is what we gave them. The state of a layer is a tiny tensor whose address names layer and kind;
 the state table is one of two tensors that say decode or prefill. In a batch decodes come first, but prefill is launched
-first (AscendDSAImpl.forward). A launch outside a forward that we know about raises: it would lose rows in silence.
+first (AscendDSAImpl.forward). Where a forward has several uBatches, each with an execution of its own, the adapter says
+how to tell which one is running; threads do not tell it, since stages of one thread take turns, too. A launch outside a
+forward that we know about, or of a uBatch that it does not have, raises: it would lose rows in silence.
 The operator's name is the process's and not an engine's: while it leads here, a launch with a state of nobody's goes to
 the true operator, as that of a native engine beside ours. It leads here from `bind` to `unbind`, or until the worker is
 gone, however it went.
@@ -24,9 +26,9 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -80,10 +82,11 @@ class Operator:
             UnknownLaunch: a state of nobody's, in the midst of a forward of ours.
         """
         state: torch.Tensor = args[3] if len(args) > 3 else named["state_cache"]
-        owner = _OWNERS.get(_place(state))
-        if owner is not None and (launches := owner()) is not None:
-            return launches(*args, **named)
-        if getattr(_FORWARD, "open", 0):
+        owner = _OWNERS.get((state.device, state.data_ptr()))
+        if owner is not None and (launches := owner.launches()) is not None:
+            return launches.launch(owner.layer, owner.kind, *args, **named)
+        forward = getattr(_THREAD, "forward", None)
+        if forward is not None and forward.running:
             raise UnknownLaunch(
                 "a compressor is launched with a state that belongs to no layer of the model whose forward runs; the "
                 "layer's kv_cache was replaced. Report it"
@@ -92,10 +95,42 @@ class Operator:
         return compressed
 
 
+class _Owner(NamedTuple):
+    """Whose a stand-in is."""
+
+    launches: weakref.ref[Launches]
+    layer: int
+    kind: CompressorKind
+
+
+class _Forward:
+    """What is announced: launches of executions by uBatch, or nobody's.
+
+    Attributes:
+        running: it is not over.
+    """
+
+    __slots__ = ("decodes", "executions", "idle", "running", "ubatch")
+
+    def __init__(
+        self,
+        executions: Sequence[StockExecution] = (),
+        decodes: Sequence[int] = (),
+        ubatch: Callable[[], int] | None = None,
+        idle: StockRuntime | None = None,
+    ) -> None:
+        self.executions = executions
+        self.decodes = decodes
+        self.ubatch = ubatch
+        self.idle = idle
+        self.running = True
+
+
 #: Whose stand-in lies where, of all that are bound in this process. They keep its memory, so no address comes twice.
-_OWNERS: Final[dict[tuple[torch.device, int], weakref.ref[Launches]]] = {}
+_OWNERS: Final[dict[tuple[torch.device, int], _Owner]] = {}
 _LOCK: Final = threading.RLock()
-_FORWARD: Final = threading.local()  # `open`: how many announced forwards this thread is in
+#: `forward`: the announced one that this thread is in, or has launched for. Others may run a native engine meanwhile.
+_THREAD: Final = threading.local()
 _OPERATOR: Final = PatchSet(
     "the compressor operator",
     [
@@ -110,10 +145,6 @@ _OPERATOR: Final = PatchSet(
 )
 
 
-def _place(state: torch.Tensor) -> tuple[torch.device, int]:
-    return state.device, state.data_ptr()
-
-
 def _release(places: Iterable[tuple[torch.device, int]]) -> None:
     """Forget these stand-ins; give the operator its name back if they were the last."""
     with _LOCK:
@@ -122,15 +153,6 @@ def _release(places: Iterable[tuple[torch.device, int]]) -> None:
         if not _OWNERS:
             for left in _OPERATOR.undo():
                 _logger.warning("afd-dsv4: %s", left)
-
-
-@contextmanager
-def _forward() -> Iterator[None]:
-    _FORWARD.open = getattr(_FORWARD, "open", 0) + 1
-    try:
-        yield
-    finally:
-        _FORWARD.open -= 1
 
 
 class Launches:
@@ -151,14 +173,11 @@ class Launches:
         cells = torch.zeros((len(places), 1, 1, 1, 1), dtype=torch.float32, device=device)
         #: One a layer and kind: [1 block, 1 row, 1 head, 1 value]. Its address is all that counts.
         self.states = {place: cells[i] for i, place in enumerate(places)}
-        self._places = {state.data_ptr(): place for place, state in self.states.items()}
         self._release: Callable[[], object] = lambda: None
         decode, prefill = (torch.zeros((1, 1), dtype=torch.int32, device=device) for _ in range(2))
         self.metadata = StandInMetadata(_Rows(decode), _Rows(prefill))
         self._decode, self._prefill = decode, prefill
-        self._execution: StockExecution | None = None
-        self._decodes = 0
-        self._idle: StockRuntime | None = None
+        self._forward: _Forward | None = None
 
     def bind(self, verdict: Verdict) -> None:
         """Have the operator's name lead here, until `unbind`, or until nobody holds this object any more.
@@ -169,10 +188,11 @@ class Launches:
         Raises:
             DriftError, PatchError: see `PatchSet.apply`. Nothing was changed.
         """
-        places = [_place(state) for state in self.states.values()]
+        me = weakref.ref(self)
+        places = [(state.device, state.data_ptr()) for state in self.states.values()]
         with _LOCK:
             # First, so that another's release in between gives no name back.
-            _OWNERS.update(dict.fromkeys(places, weakref.ref(self)))
+            _OWNERS.update(zip(places, (_Owner(me, layer, kind) for layer, kind in self.states), strict=True))
             release = weakref.finalize(self, _release, places)
             release.atexit = False  # nobody launches then
             self._release = release
@@ -186,33 +206,43 @@ class Launches:
         """Have it lead here no more; the last one gives the operator its name back. Does nothing where it does not."""
         self._release()
 
-    @contextmanager
-    def of(self, execution: StockExecution, decodes: int) -> Iterator[None]:
-        """Launches within are of `execution`, whose first `decodes` requests are the decode launch."""
-        outer = self._execution, self._decodes
-        self._execution, self._decodes = execution, decodes
-        try:
-            with _forward():
-                yield
-        finally:
-            self._execution, self._decodes = outer
+    def of(
+        self, executions: Sequence[StockExecution], decodes: Sequence[int], ubatch: Callable[[], int] | None = None
+    ) -> AbstractContextManager[None]:
+        """Launches within, from whichever thread, are of `executions`.
 
-    @contextmanager
-    def idling(self, runtime: StockRuntime) -> Iterator[None]:
+        Args:
+            executions: by uBatch.
+            decodes: by uBatch: how many of its requests, which are the first ones, are the decode launch.
+            ubatch: index of the uBatch that launches, asked in each launch by the thread that makes it; None where all
+                are of uBatch 0.
+        """
+        if len(decodes) != len(executions):
+            raise ValueError(f"{len(executions)} executions and {len(decodes)} numbers of decodes; give one of each")
+        return self._announced(_Forward(tuple(executions), tuple(decodes), ubatch))
+
+    def idling(self, runtime: StockRuntime) -> AbstractContextManager[None]:
         """Launches within are nobody's: nothing is stored, nothing is read."""
-        outer, self._idle = self._idle, runtime
-        try:
-            with _forward():
-                yield
-        finally:
-            self._idle = outer
+        return self._announced(_Forward(idle=runtime))
 
-    def __call__(
+    @contextmanager
+    def _announced(self, forward: _Forward) -> Iterator[None]:
+        outer, self._forward = self._forward, forward
+        mine, _THREAD.forward = getattr(_THREAD, "forward", None), forward
+        try:
+            yield
+        finally:
+            self._forward, _THREAD.forward = outer, mine
+            forward.running = False
+
+    def launch(
         self,
+        layer: int,
+        kind: CompressorKind,
         x: torch.Tensor,
         wkv: torch.Tensor,
         wgate: torch.Tensor,
-        state_cache: torch.Tensor,
+        state_cache: torch.Tensor,  # noqa: ARG002  # said whose launch it is
         ape: torch.Tensor,
         norm_weight: torch.Tensor,
         rope_sin: torch.Tensor,
@@ -228,15 +258,11 @@ class Launches:
         rotary_mode: int,
         cache_mode: int,
     ) -> torch.Tensor:
-        """Arguments of the operator's schema. State, state table and start are ours to choose.
+        """Layer and kind, then arguments of the operator's schema. State, state table and start are ours to choose.
 
         Raises:
             UnknownLaunch: no forward was announced, or an argument is not what the recorded call sites pass.
         """
-        place = self._places.get(state_cache.data_ptr())
-        if place is None:
-            raise UnknownLaunch(f"a compressor of ratio {cmp_ratio} is launched with a state of no layer of this model")
-        layer, kind = place
         asked = (cmp_ratio, coff, rotary_mode, cache_mode, seqused)
         if asked != (kind.ratio, kind.coff, INTERLEAVED, CONTINUOUS, None):
             raise UnknownLaunch(
@@ -244,21 +270,30 @@ class Launches:
                 f"{asked}; known is {(kind.ratio, kind.coff, INTERLEAVED, CONTINUOUS, None)}"
             )
         weights = CompressorWeights(wkv, wgate, ape, norm_weight, norm_eps, rope_head_dim)
-        if self._execution is not None:
-            if state_block_table is self._prefill:
-                requests = slice(self._decodes, None)
-            elif state_block_table is self._decode:
-                requests = slice(0, self._decodes)
-            else:
-                raise UnknownLaunch(f"{kind.value} of layer {layer} is launched with a state table that is not ours")
-            return self._execution.compress(layer, kind, x, weights, rope_cos, rope_sin, cu_seqlens, requests)
-        if self._idle is None:
+        forward = self._forward
+        if forward is None:
             raise UnknownLaunch(
                 f"{kind.value} of layer {layer} is launched outside a forward that the runner announced; its rows "
                 f"would be lost"
             )
-        table, starts = self._idle.idle(kind, cu_seqlens.shape[0] - 1)
-        return self.queue(x, weights, kind, self._idle.pools[kind], table, starts, cu_seqlens, rope_cos, rope_sin)
+        _THREAD.forward = forward
+        if (idle := forward.idle) is not None:
+            table, starts = idle.idle(kind, cu_seqlens.shape[0] - 1)
+            return self.queue(x, weights, kind, idle.pools[kind], table, starts, cu_seqlens, rope_cos, rope_sin)
+        ubatch = 0 if forward.ubatch is None else forward.ubatch()
+        if not 0 <= ubatch < len(forward.executions):
+            raise UnknownLaunch(
+                f"{kind.value} of layer {layer} is launched by uBatch {ubatch} of a forward that was announced with "
+                f"{len(forward.executions)}; its rows would be lost"
+            )
+        if state_block_table is self._prefill:
+            requests = slice(forward.decodes[ubatch], None)
+        elif state_block_table is self._decode:
+            requests = slice(0, forward.decodes[ubatch])
+        else:
+            raise UnknownLaunch(f"{kind.value} of layer {layer} is launched with a state table that is not ours")
+        execution = forward.executions[ubatch]
+        return execution.compress(layer, kind, x, weights, rope_cos, rope_sin, cu_seqlens, requests)
 
 
 def captured_chunks(requests: int, tokens: int) -> Sequence[RequestChunk]:

@@ -224,7 +224,7 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
                 shape = captured_chunks(metadata.num_decodes, metadata.num_decode_tokens)
                 with (
                     tails.capture(graph, shape, generation=generation) as execution,
-                    launches.of(execution, len(shape)),
+                    launches.of([execution], [len(shape)]),
                 ):
                     return run()
             if graph is not None:
@@ -234,7 +234,7 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
                 return replay.output
             with (
                 tails.begin(chunks or (), generation=generation) as execution,
-                launches.of(execution, metadata.num_decodes),
+                launches.of([execution], [metadata.num_decodes]),
             ):
                 return run()
         finally:

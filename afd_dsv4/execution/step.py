@@ -6,8 +6,9 @@ Problem: an engine names requests in three places (finished, preempted or resume
 between steps, and under asynchronous scheduling speaks of requests whose forwards are still in flight. A tail that is
 ended too late runs the store dry; one that is continued at another position gives wrong rows without any error.
 Way: everything goes by request id, never by batch row. A request owns a tail from its first chunk, which starts at 0,
-until it is finished, preempted or resumed, or begins at 0 again, which needs no announcement; every later chunk starts
-where the last one ended, less rejected drafts. A step that breaks off leaves tails that nobody may go on from.
+or from the restore of a checkpoint, until it is finished, preempted or resumed, or begins at 0 again, which needs no
+announcement; every later chunk starts where the last one ended, less rejected drafts. A step that breaks off leaves
+tails that nobody may go on from.
 Not here: whether the pages may be touched (`workspace/`), what is mapped (`tail/`), and where the numbers come from
 (adapters). It imports neither torch nor vLLM.
 """
@@ -59,6 +60,24 @@ class Steps:
             computed: see `chunks`.
         """
         return self._drop({name for name, start in zip(requests, computed, strict=False) if start == 0})
+
+    def restore(self, request: str, low: int, high: int) -> None:
+        """Take over a request whose tail was restored from a checkpoint: its first chunk may start in `[low, high]`.
+
+        Args:
+            request: its id; it owns no tail here.
+            low: the smallest position at which it may go on.
+            high: the largest; more than `low` where an accept length was open.
+
+        Raises:
+            ImpossibleStep: it owns a tail, or low and high are no positions.
+        """
+        name = RequestId(request)
+        if name in self._next:
+            raise ImpossibleStep(f"request {request!r} has a tail here; end it before another is restored in its place")
+        if not 0 <= low <= high:
+            raise ImpossibleStep(f"request {request!r} is to go on in [{low}, {high}]; 0 <= low <= high must hold")
+        self._next[name] = low, high
 
     def lost(self, requests: Collection[str], why: str) -> None:
         """Take over that a step broke off: nobody may go on from the tails of these requests, which must start anew.

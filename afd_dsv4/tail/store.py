@@ -219,7 +219,8 @@ class TailStore:
     ) -> StepPlan:
         """Plan one execution: pages change owner now, on the host, in the order in which executions are planned.
 
-        A request seen for the first time must start at 0. Nothing is changed unless all chunks are valid.
+        A request seen for the first time must start at 0, unless `seat_at` seated it. Nothing is changed unless all
+        chunks are valid.
 
         Args:
             chunks: at most one a request, in batch order.
@@ -237,16 +238,7 @@ class TailStore:
             requests = [chunk.request for chunk in chunks]
             twice = sorted({request for request in requests if requests.count(request) > 1})
             raise ValueError(f"two chunks in one execution for {twice}; give one chunk a request")
-        new = known.count(None)
-        free = [seat for seat in self._free if usable(seat)] if new else []
-        if new > len(free):
-            lost = sum(map(in_doubt, self._free))
-            behind = len(self._free) - len(free) - lost
-            raise TailFull(
-                f"{new} new requests, {len(free)} free of {self.max_num_seqs} tails, {behind} more behind open "
-                f"executions, {lost} in doubt and never to be taken again; finish those, end requests or raise "
-                f"max_num_seqs" + (", or restart the worker" if lost else "")
-            )
+        free = self._usable(known.count(None), usable, in_doubt)
         if any(held is not None and held.void is not None for held in known):
             self.refuse_void(chunks)
         for chunk, held in zip(chunks, known, strict=True):
@@ -275,6 +267,93 @@ class TailStore:
             starts = mappings[ratio].start.astype(np.int32)
             lists[ratio] = PageList(pool.shape, tuple(chunks), columns, ids, starts)
         return StepPlan(lists=lists, continued=tuple(continued), taken=tuple(taken), holders=tuple(seats))
+
+    def seat_at(
+        self,
+        request: RequestId,
+        low: int,
+        high: int,
+        *,
+        usable: Callable[[SeatIndex], bool] = lambda _seat: True,
+        in_doubt: Callable[[SeatIndex], bool] = lambda _seat: False,
+    ) -> StepPlan:
+        """Seat a request whose rows come from elsewhere: it goes on in `[low, high]`, and its tail is mapped for that.
+
+        Whoever calls this writes the rows of `TailShape.live(low, high)` to the pages of `tail` before anything reads
+        them, or declares the plan void. No page changes owner.
+
+        Args:
+            request: new here.
+            low: the smallest position at which it may go on.
+            high: the largest.
+            usable: see `plan`.
+            in_doubt: see `plan`.
+
+        Returns:
+            A plan without lists, of the seat taken.
+
+        Raises:
+            ValueError: the request has a seat, or `high - low` is more drafts than the tails are sized for.
+            TailFull: no seat may be taken.
+        """
+        if request in self._seats:
+            raise ValueError(f"request {request!r} has a tail here; end it before another is restored in its place")
+        for ratio, pool in self._pools.items():
+            if not 0 <= high - low <= pool.shape.drafts:
+                raise ValueError(
+                    f"request {request!r} is to go on in [{low}, {high}]; tails of ratio {ratio} are sized for "
+                    f"{pool.shape.drafts} drafts"
+                )
+        seat = _Seat(self._usable(1, usable, in_doubt)[0], low, high)
+        for pool in self._pools.values():
+            pages = pool.shape.pages(pool.shape.live(low, high))
+            pool.mapped[:, seat.index] = pages.start, pages.stop
+        self._free.remove(seat.index)
+        self._seats[request] = seat
+        return StepPlan(lists={}, continued=(), taken=(seat.index,), holders=(seat,))
+
+    def hold(self, request: RequestId) -> tuple[StepPlan, int, int]:
+        """What reading a request's tail needs: a plan without lists that changes nothing, and where it may go on.
+
+        Raises:
+            UnknownRequest: the request holds no seat.
+            TailVoid: its tail was declared void.
+        """
+        seat = self._find(request)
+        if seat.void is not None:
+            raise TailVoid(f"request {request!r} lost its tail: {seat.void}; end it and start it anew")
+        return StepPlan(lists={}, continued=(seat.index,), taken=(), holders=(seat,)), seat.low, seat.high
+
+    def whose(self, ratio: int, page: int) -> str:
+        """Who owns a page now, in words; for errors and debugging, since it searches.
+
+        Args:
+            ratio: of the pool.
+            page: physical id.
+        """
+        pool = self._pools[ratio]
+        if (found := np.argwhere(pool.owned == page)).size:
+            layer, seat, _ = found[0].tolist()
+            holders = [request for request, held in self._seats.items() if held.index == seat]
+            return f"tail of {f'request {holders[0]!r}' if holders else f'free seat {seat}'}, layer {layer} of the pool"
+        if (found := np.argwhere(pool.spare == page)).size:
+            return f"spare of workspace slot {found[0][0]}"
+        return "null page"
+
+    def _usable(
+        self, new: int, usable: Callable[[SeatIndex], bool], in_doubt: Callable[[SeatIndex], bool]
+    ) -> list[SeatIndex]:
+        """Free seats that may be taken now, `new` of them at least. Not looked for where `new` is 0."""
+        free = [seat for seat in self._free if usable(seat)] if new else []
+        if new > len(free):
+            lost = sum(map(in_doubt, self._free))
+            behind = len(self._free) - len(free) - lost
+            raise TailFull(
+                f"{new} new requests, {len(free)} free of {self.max_num_seqs} tails, {behind} more behind open "
+                f"executions, {lost} in doubt and never to be taken again; finish those, end requests or raise "
+                f"max_num_seqs" + (", or restart the worker" if lost else "")
+            )
+        return free
 
     def refuse_void(self, chunks: Sequence[RequestChunk]) -> None:
         """Refuse requests whose tails must not be read, before anything is taken for them.

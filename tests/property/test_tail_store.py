@@ -225,3 +225,62 @@ def test_the_symbolic_operator_sees_a_tail_that_aliases_the_history() -> None:
     assert clean == expected(shape, second)
     pool.launch((first,), np.array([[0, 7]], np.int32), np.array([0], np.int32))
     assert pool.launch((second,), np.array([[0, 7, 7]], np.int32), np.array([15], np.int32)) != expected(shape, second)
+
+
+@given(shapes(drafts=st.integers(0, 4)), st.integers(0, 700), st.data())
+def test_a_seat_taken_at_a_position_maps_what_one_that_was_computed_to_there_does(
+    shape: TailShape, low: int, data: st.DataObject
+) -> None:
+    drafts = data.draw(st.integers(0, shape.drafts))
+    computed, restored = (TailStore({shape.ratio: shape}, max_num_seqs=2, slots=1) for _ in range(2))
+    request = RequestId("r")
+    if low > 0:
+        computed.plan([RequestChunk(request, 0, low + drafts, drafts)], SlotIndex(0))
+    elif drafts == 0:
+        computed.plan([RequestChunk(RequestId("nobody"), 0, 1)], SlotIndex(0))
+    else:
+        return  # a request computes at least one row
+    plan = restored.seat_at(request, low, low + drafts)
+    assert plan.taken == (restored.seat(request),)
+    start = data.draw(st.integers(low, low + drafts))
+    if low > 0:
+        assert restored.tail(request, shape.ratio)[0] == computed.tail(request, shape.ratio)[0]
+        assert restored.hold(request)[1:] == computed.hold(request)[1:] == (low, low + drafts)
+    then = [RequestChunk(request, start, start + data.draw(LENGTHS))]
+    before = restored.tail(request, shape.ratio)[1]
+    lists, want = (store.plan(then, SlotIndex(0)).lists[shape.ratio] for store in (restored, computed))
+    assert np.array_equal(lists.columns, want.columns)
+    assert np.array_equal(lists.starts, want.starts)
+    read = len(shape.pages(shape.need(start)))
+    for layer in range(shape.layers):  # what is read is what was mapped for the restore
+        assert set(lists.ids[layer, 0, :read].tolist()) <= set(before[layer].tolist())
+    assert restored.owners(shape.ratio).tolist() == [*range(1, restored.pages(shape.ratio))]
+
+
+def test_a_seat_is_taken_at_a_position_only_where_it_can_be() -> None:
+    shape = TailShape(4, True, 8, layers=2, drafts=1)
+    store = TailStore({4: shape}, max_num_seqs=2, slots=1)
+    store.plan([RequestChunk(RequestId("a"), 0, 9)], SlotIndex(0))
+    with pytest.raises(ValueError, match="'a' has a tail here"):
+        store.seat_at(RequestId("a"), 9, 9)
+    with pytest.raises(ValueError, match="sized for 1 drafts"):
+        store.seat_at(RequestId("b"), 9, 11)
+    with pytest.raises(TailFull):
+        store.seat_at(RequestId("b"), 9, 9, usable=lambda _: False)
+    store.seat_at(RequestId("b"), 9, 10)
+    with pytest.raises(TailFull):
+        store.seat_at(RequestId("c"), 9, 9)
+    with pytest.raises(UnknownPosition):
+        store.plan([RequestChunk(RequestId("b"), 8, 12)], SlotIndex(0))
+    store.plan([RequestChunk(RequestId("b"), 10, 12)], SlotIndex(0))
+
+
+def test_whose_a_page_is_can_be_told_of_every_page() -> None:
+    shape = TailShape(4, True, 8, layers=2)
+    store = TailStore({4: shape}, max_num_seqs=2, slots=2)
+    store.plan([RequestChunk(RequestId("a"), 0, 9)], SlotIndex(0))
+    said = [store.whose(4, page) for page in range(store.pages(4))]
+    assert said[0] == "null page"
+    for words in ("request 'a', layer 0", "request 'a', layer 1", "free seat 1, layer 0", "spare of workspace slot 1"):
+        assert any(words in each for each in said[1:]), words
+    assert "null page" not in said[1:]

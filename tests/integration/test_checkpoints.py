@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""Checkpoints on the software NPU: a request that goes on elsewhere compresses the rows of the uninterrupted one.
+
+Every compressed row is compared bit for bit with the definition, computed from the whole sequence in one piece. All
+pools are NaN before anything is written there, so a row that should have been restored, and was not, is seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from afd_dsv4.compressor import tails
+from afd_dsv4.compressor.tails import CheckpointLost, restore, save
+from afd_dsv4.evidence.soak_load import Gate
+from afd_dsv4.execution.step import ImpossibleStep, Steps
+from afd_dsv4.geometry import CompressorKind
+from afd_dsv4.tail import checkpoint
+from afd_dsv4.tail.store import TailFull, TailVoid, UnknownPosition, UnknownRequest
+from afd_dsv4.tail.tables import RequestChunk, RequestId
+from afd_dsv4.workspace.arena import Exhausted
+from afd_dsv4.workspace.lease import LeaseState, OrderError
+from afd_dsv4.workspace.order import check
+from tests.stock_world import LAYERS, World, small_hidden_size
+
+__all__ = ["small_hidden_size"]  # a fixture
+
+pytestmark = pytest.mark.npu
+
+R, OTHER = RequestId("r"), RequestId("other")
+DRAFTS = 2
+
+
+def world(**limits: Any) -> World:
+    """A world all of whose pages are NaN."""
+    made = World(3, drafts=DRAFTS, **limits)
+    for pool in made.runtime.pools.values():
+        pool.fill_(float("nan"))
+    torch.npu.synchronize()
+    return made
+
+
+def chunk(start: int, end: int, drafts: int = 0, request: RequestId = R) -> RequestChunk:
+    return RequestChunk(request, start, end, drafts)
+
+
+def to_the_next_window(position: int) -> int:
+    """An end behind the next C128 window, and in the midst of a C4 window."""
+    return position // 128 * 128 + 128 + 2
+
+
+@pytest.mark.parametrize(
+    ("known", "positions"), [(True, range(129, 257)), (False, range(129, 257, 5))], ids=["known", "open"]
+)
+def test_a_request_goes_on_elsewhere_at_every_position_of_a_period(known: bool, positions: range) -> None:
+    """After drafts; where the accept length is open, the checkpoint is written before it is known."""
+    here = world()
+    # Other pages, other slots, another seat: nothing lies where it lay.
+    there = world(block_size=32, slots=3)
+    requests = {"r": here.request(), "other": there.request()}
+    there.forward(requests, [chunk(0, 200, request=OTHER)])
+    for position in positions:
+        accepted = position % (DRAFTS + 1)
+        verified = position - accepted - 1
+        here.forward(requests, [chunk(0, verified)])
+        # Rejected drafts were other tokens than those that follow in the end.
+        wrong = replace(requests["r"], x=requests["r"].x.clone())
+        wrong.x[position:] += 1
+        before = here.different
+        here.forward({"r": wrong}, [chunk(verified, verified + 1 + DRAFTS, DRAFTS)])
+        here.different = before  # rows of rejected drafts are nobody's
+        if known:
+            restore(there.runtime, R, save(here.runtime, R, position), position)
+        else:
+            restore(there.runtime, R, save(here.runtime, R), verified + 1, drafts=DRAFTS)
+        end = to_the_next_window(position)
+        there.forward(requests, [chunk(position, end, DRAFTS if position % 2 else 0)])
+        there.runtime.end_request(R)
+        if position % 16 == 0:  # the one that was saved goes on as if nothing had been
+            here.forward(requests, [chunk(position, end)])
+        here.runtime.end_request(R)
+    assert there.compared > len(positions) * 3
+    assert (here.different, there.different) == (0, 0)
+    for each in (here, there):
+        assert check(each.runtime.trace.records(), each.runtime.trace.dropped).violations == ()
+
+
+@pytest.mark.parametrize("kind", CompressorKind)
+def test_one_value_of_the_payload_changed_makes_rows_differ(kind: CompressorKind) -> None:
+    here, there = world(), world()
+    requests = {"r": here.request()}
+    here.forward(requests, [chunk(0, 201)])
+    read = checkpoint.decode(save(here.runtime, R), LAYERS, position=201)
+    layers, _, values = read.rows[kind].shape
+    kept = checkpoint.kept(kind, values, 201, 201).cells
+    score = kept[kept % values >= values // 2]  # it alone decides which kv is taken, where it is large enough
+    read.rows[kind].reshape(layers, -1)[-1, score[len(score) // 2]] += 100
+    changed = checkpoint.encode(LAYERS, 201, read.rows, generation=read.generation)
+    restore(there.runtime, R, changed, 201)
+    there.forward(requests, [chunk(201, to_the_next_window(201))])
+    assert there.different > 0
+
+
+def test_the_checkpoint_of_a_request_and_of_the_same_one_restored_are_equal() -> None:
+    here, there = world(), world(block_size=64)
+    here.forward({"r": here.request()}, [chunk(0, 333)])
+    data = save(here.runtime, R)
+    written = checkpoint.decode(data, LAYERS, position=333).generation
+    restore(there.runtime, R, data, 333, generation=written)
+    again = save(there.runtime, R)
+    payload = checkpoint.payload_bytes(LAYERS, 333)
+    assert again[-payload:] == data[-payload:]
+    with pytest.raises(checkpoint.StaleCheckpoint, match="generation"):
+        restore(here.runtime, OTHER, data, 333, generation=written + 1)
+
+
+def test_a_restored_request_has_only_the_rows_of_its_checkpoint_and_else_nan() -> None:
+    here, there = world(), world()
+    here.forward({"r": here.request()}, [chunk(0, 130)])
+    for pool in there.runtime.pools.values():
+        pool.fill_(7.0)
+    restore(there.runtime, R, save(here.runtime, R), 130)
+    for kind, pool in there.runtime.pools.items():
+        shape = there.runtime.shapes[kind.ratio]
+        mapped, ids = there.runtime.store.tail(R, kind.ratio)
+        values = pool.shape[2]
+        kept = checkpoint.kept(kind, values, 130, 130)
+        want = torch.zeros(shape.layers, len(mapped) * shape.page_rows * values, dtype=torch.bool)
+        first = (kept.rows.start - mapped.start * shape.page_rows) * values
+        want[:, torch.from_numpy(kept.cells) + first] = True
+        found = pool.cpu()[torch.from_numpy(ids).long()].reshape(shape.layers, -1)
+        assert torch.equal(~found.isnan(), want), kind
+        others = torch.ones(pool.shape[0], dtype=torch.bool)
+        others[torch.from_numpy(ids).long().ravel()] = False
+        assert (pool.cpu()[others] == 7.0).all()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_checkpoint_lies_behind_the_last_launch_and_before_the_next_whatever_streams_they_are_on(
+    ordered: bool,
+) -> None:
+    here = world(ordered=ordered)
+    requests = {"r": here.request()}
+    requests["other"] = requests["r"]
+    for start, end in ((0, 100), (100, 203), (203, 390)):
+        here.queue(requests, [chunk(start, end)], alternate=True)
+        with torch.npu.stream(torch.npu.Stream()):
+            data = save(here.runtime, R)
+        with torch.npu.stream(torch.npu.Stream()):
+            restore(here.runtime, OTHER, data, end)
+        here.queue(requests, [chunk(end, end + 70, request=OTHER)], alternate=True)
+        here.runtime.end_request(OTHER)
+    violations = check(here.runtime.trace.records(), here.runtime.trace.dropped).violations
+    assert bool(violations) is not ordered
+    here.check_all(requests)
+    assert not ordered or here.different == 0
+
+
+def test_what_cannot_be_saved_is_refused_by_name_and_stays_as_it_is() -> None:
+    here = world()
+    requests = {"r": here.request(), "other": here.request()}
+    with pytest.raises(UnknownRequest, match="'r' has no tail"):
+        save(here.runtime, R)
+    here.forward(requests, [chunk(0, 50, DRAFTS)])
+    for position in (47, 51):
+        with pytest.raises(ValueError, match=rf"'r' is to be saved at {position}, and goes on in \[48, 50\]"):
+            save(here.runtime, R, position)
+    with (
+        here.runtime.begin([chunk(0, 9, request=OTHER)]),
+        pytest.raises(OrderError, match="launch each layer of the earlier execution first"),
+    ):
+        save(here.runtime, OTHER)
+    with pytest.raises(TailVoid, match="'other' lost its tail"):
+        save(here.runtime, OTHER)
+    here.forward(requests, [chunk(49, 140)])
+    assert here.different == 0
+
+
+def test_what_cannot_be_restored_is_refused_by_name_and_changes_nothing() -> None:
+    here = world(max_num_seqs=2)
+    requests = {"r": here.request()}
+    here.forward(requests, [chunk(0, 50)])
+    data = save(here.runtime, R)
+    with pytest.raises(ValueError, match="'r' has a tail here"):
+        restore(here.runtime, R, data, 50)
+    with pytest.raises(checkpoint.StaleCheckpoint):
+        restore(here.runtime, OTHER, data, 51)
+    with pytest.raises(checkpoint.DamagedCheckpoint):
+        restore(here.runtime, OTHER, data[:-1] + bytes([data[-1] ^ 1]), 50)
+    restore(here.runtime, OTHER, data, 50)
+    with pytest.raises(UnknownPosition, match="'other' starts at 49"):
+        here.runtime.begin([chunk(49, 60, request=OTHER)])
+    with pytest.raises(TailFull, match="0 free of 2 tails"):
+        restore(here.runtime, RequestId("third"), data, 50)
+    here.runtime.end_request(OTHER)
+    small = World(3)
+    here.forward(requests, [chunk(50, 55, DRAFTS)])
+    with pytest.raises(ValueError, match="sized for 0 drafts"):
+        restore(small.runtime, R, save(here.runtime, R), 53, drafts=DRAFTS)
+    restore(small.runtime, R, save(here.runtime, R, 54), 54)
+    small.forward(requests, [chunk(54, 140)])
+    assert small.different == 0
+
+
+def test_a_restore_that_breaks_off_gives_its_seat_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = world(), world(max_num_seqs=1)
+    requests = {"r": here.request()}
+    here.forward(requests, [chunk(0, 77)])
+    data = save(here.runtime, R)
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    upload = tails._upload
+    monkeypatch.setattr(tails, "_upload", fails)
+    with pytest.raises(RuntimeError, match="no memory"):
+        restore(there.runtime, R, data, 77)
+    monkeypatch.setattr(tails, "_upload", upload)
+    restore(there.runtime, R, data, 77)
+    there.forward(requests, [chunk(77, 140)])
+    assert there.different == 0
+
+
+def test_a_checkpoint_needs_a_workspace_slot_and_takes_it_for_its_own_time_only() -> None:
+    here = world(slots=1)
+    requests = {"r": here.request(), "other": here.request()}
+    here.forward(requests, [chunk(0, 77)])
+    with here.runtime.begin([chunk(0, 5, request=OTHER)]), pytest.raises(Exhausted):
+        save(here.runtime, R)
+    for _ in range(3):
+        save(here.runtime, R)
+    here.forward(requests, [chunk(77, 140)])
+    assert here.different == 0
+
+
+def test_rows_that_never_come_from_the_device_void_the_tail_and_are_reported() -> None:
+    here = world(fence_timeout_s=0.05)
+    requests = {"r": here.request()}
+    gate = Gate(torch.npu.ExternalEvent(), here.streams[0], here.copies)
+    here.queue(requests, [chunk(0, 77)])
+    with pytest.raises(CheckpointLost, match=r"has not come within 0\.05 s"):
+        save(here.runtime, R)
+    with pytest.raises(TailVoid, match="its checkpoint has not come"):
+        save(here.runtime, R)
+    assert LeaseState.QUARANTINED in {lease.state for lease in here.runtime.arena.live()}
+    gate.open()
+    torch.npu.synchronize()
+
+
+def test_a_step_takes_a_start_above_0_of_a_restored_request_only() -> None:
+    steps = Steps()
+    with pytest.raises(ImpossibleStep, match="is new and starts at 77"):
+        steps.chunks(["r"], [77], [3], {})
+    steps.restore("r", 76, 77)
+    assert steps.chunks(["r"], [77], [3], {}) == (chunk(77, 80),)
+    with pytest.raises(ImpossibleStep, match="has a tail here"):
+        steps.restore("r", 80, 80)
+    assert steps.end(finished=["r"]) == (R,)
+    with pytest.raises(ImpossibleStep, match="0 <= low <= high"):
+        steps.restore("r", 3, 2)
+    steps.restore("r", 9, 9)
+    with pytest.raises(ImpossibleStep, match="goes on at 10, and was left between 9 and 9"):
+        steps.chunks(["r"], [10], [1], {})
+    assert steps.restarted(["r"], [0]) == (R,)

@@ -381,7 +381,8 @@ def _slots(cls: Any) -> tuple[str, ...]:
 
 def _named(value: object) -> list[tuple[str, object]]:
     """Attributes of an object, with and without slots."""
-    held = [(name, getattr(value, name)) for name in _slots(type(value)) if hasattr(value, name)]
+    cls: Any = type(value)
+    held = [(name, getattr(value, name)) for name in _slots(cls) if hasattr(value, name)]
     return held + list(getattr(value, "__dict__", {}).items())
 
 

@@ -8,6 +8,15 @@ the state is ever stored. Per launch the host queues one scatter of page ids and
 
 Memory is taken once, in the constructor, by the expression in `workspace/sizing.py`. `compressor_metadata` is not ours:
 it keeps getting the true start and vLLM's own tables.
+
+What a uBatch's launches read of its metadata lies in its slot: page lists, state table, re-based starts. Only
+`cu_seqlens` stays upstream's, and so does the order of what overwrites it: vllm-ascend and afd-plugin write every
+tensor that is metadata on the stream that launches, or let that wait for the auxiliary one, so that whatever a later
+build overwrites is overwritten behind the launches that were queued before. A build between a uBatch's own build and
+its launches overwrites nothing of it: prefill and the stages of a cut batch get a difference, which is a new tensor
+(dsa_v1.py:build_prefill_metadata, afd-plugin's ubatch_utils.py:slice_query_start_locs), and the decodes of an uncut
+batch a view of the one tensor that the runner fills once a step. A launch whose metadata is another uBatch's has other
+tokens or requests than its execution, and is refused.
 """
 
 from __future__ import annotations
@@ -265,6 +274,7 @@ class StockRuntime:
         *,
         generation: Generation | None = None,
         ubatch: int = 0,
+        substep: int = 0,
     ) -> StockExecution:
         """Plan an execution, lease its slot and queue the upload of its lists on the current stream.
 
@@ -274,6 +284,7 @@ class StockRuntime:
             chunks: requests in batch order. For a batch cut into uBatches call in uBatch order, with one generation.
             generation: from `mint`; None mints one.
             ubatch: index of the uBatch.
+            substep: 0 for the target model, else which draft lane (`execution/substep.py`).
 
         Raises:
             ValueError: more tokens than the state tables were sized for.
@@ -285,7 +296,7 @@ class StockRuntime:
             TailVoid: a request whose last execution did not launch everything.
             UnknownPosition: a chunk does not start where its request's tail ends.
         """
-        return self._plan(chunks, ExecutionId(generation or _MINT.mint(), ubatch), None, 0)
+        return self._plan(chunks, ExecutionId(generation or _MINT.mint(), ubatch, substep), None, 0)
 
     def capture(
         self, key: Hashable, chunks: Sequence[RequestChunk], *, generation: Generation | None = None
@@ -619,8 +630,11 @@ class StockExecution:
         mine = slice(first, max(first, stop))
         # From sums made once: nothing per launch may grow with the requests.
         tokens = self._first[mine.stop] - self._first[mine.start]
-        if x.shape[0] != tokens:
-            raise ValueError(f"{x.shape[0]} tokens for requests that have {tokens} in this execution")
+        if x.shape[0] != tokens or cu_seqlens.shape[0] != mine.stop - mine.start + 1:
+            raise ValueError(
+                f"a launch of {x.shape[0]} tokens and {cu_seqlens.shape[0] - 1} requests for {mine.stop - mine.start} "
+                f"requests that have {tokens} in this execution; the metadata is that of another batch or uBatch"
+            )
         if self.lease is None:
             return x.new_empty((0, weights.norm_weight.shape[0]))
         if self._graph is not None:

@@ -215,6 +215,26 @@ def test_a_lease_of_another_arena_is_not_found_and_stays_as_it_is(make: MakeWorl
     assert there.arena.settle(theirs) is Settlement.RELEASED
 
 
+def test_a_lease_of_an_arena_that_was_closed_is_stale_in_the_one_that_followed_it(make: MakeWorld) -> None:
+    here, there = make(), make()
+    theirs = there.sealed(1, there.streams[0])
+    there.device.run()
+    there.arena.close()
+    for _ in range(2):
+        assert here.arena.settle(theirs) is Settlement.STALE_GENERATION
+    assert there.arena.settle(theirs) is Settlement.ALREADY_RELEASED
+
+
+def test_a_generation_from_before_the_arena_is_stale_and_never_another_execution() -> None:
+    device = FaultyDevice()
+    arena: WorkspaceArena[ModelStream] = WorkspaceArena(device, 2, since=Generation(7))
+    assert arena.settle(live_id(7)) is Settlement.STALE_GENERATION
+    assert arena.settle(live_id(8)) is Settlement.NOT_FOUND
+    arena.acquire(live_id(8))
+    assert arena.settle(live_id(8)) is Settlement.NOT_QUIESCED
+    assert arena.settle(live_id(7)) is Settlement.STALE_GENERATION
+
+
 def test_a_lease_of_another_arena_cannot_be_quarantined_here(make: MakeWorld) -> None:
     here, there = make(), make()
     theirs = there.open(1)

@@ -217,3 +217,9 @@ def matrix(protocol: SimpleNamespace, runtime: StockRuntime, *objects: object, d
                 for planted, fault in [*(faults if isinstance(own, torch.Tensor) else []), *ours]:
                     plants.append(Plant(connector, call, field, planted, given, put, fault, own))
     return plants
+
+
+def planted_tensors(protocol: SimpleNamespace, runtime: StockRuntime) -> tuple[int, int]:
+    """How many planted tensors the audit of a runtime catches, and how many there are."""
+    boundary, plants = Boundary(runtime), matrix(protocol, runtime)
+    return sum(plant.caught(boundary) is not None for plant in plants), len(plants)

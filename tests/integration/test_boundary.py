@@ -26,7 +26,7 @@ from afd_dsv4.execution.boundary import Boundary, BoundaryViolation, owned_tenso
 from afd_dsv4.geometry import CompressorKind
 from afd_dsv4.tail.tables import RequestChunk, RequestId
 from tests.afd import protocol
-from tests.boundary_plants import matrix, memory, payloads
+from tests.boundary_plants import matrix, memory, payloads, planted_tensors
 from tests.stock_world import LAYERS, World, small_hidden_size
 
 __all__ = ["small_hidden_size"]  # a fixture
@@ -74,6 +74,7 @@ def test_a_missed_fault_would_be_seen(runtime: StockRuntime) -> None:
     other = Boundary(World(1, length=130).runtime)
     plants = matrix(P, runtime)
     assert all(plant.caught(other) is None for plant in plants)
+    assert planted_tensors(P, runtime) == (len(plants), len(plants))
 
 
 def test_the_error_names_call_field_memory_and_holder(world: World) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from afd_dsv4.compat.read import Entry, Found, NotFound, NotReadable, Reader
-from afd_dsv4.compat.stack import PACKAGES, InstalledStack, package_folder
+from afd_dsv4.compat.stack import AFD_PACKAGE, PACKAGES, InstalledStack, package_folder
 from afd_dsv4.compat.symbols import Symbol, symbols_of
 
 FOLDER: Final = Path(__file__).parent / "contracts"
@@ -171,19 +171,36 @@ def load(name: str) -> Contract | None:
     return Contract.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def verify(stack: InstalledStack) -> Verdict:
+def verify(stack: InstalledStack, afd: bool = False) -> Verdict:
     """Compare the installed stack with its contract.
 
     Args:
         stack: what is installed, see `stack.installed`.
+        afd: whether afd-plugin is to be as recorded, too. A pin of it that has no adapter adds nothing to the verdict,
+            so that no patch of it is let in; why there is none, `stack.afd` says.
 
     Returns:
         A verdict with `known` False where no contract is about exactly this stack.
     """
-    contract = load(stack.name) if stack.name else None
+    verdict = _verify(stack.name, PACKAGES)
+    pin = stack.afd
+    if not afd or pin is None or pin.lacks:
+        return verdict
+    other = _verify(pin.name, (AFD_PACKAGE,))
+    return Verdict(
+        verdict.known and other.known,
+        verdict.drift + other.drift,
+        verdict.name,
+        verdict.targets | other.targets,
+        verdict.unchecked + other.unchecked,
+    )
+
+
+def _verify(name: str | None, packages: tuple[str, ...]) -> Verdict:
+    contract = load(name) if name else None
     if contract is None:
-        return Verdict(False, (), stack.name)
-    folders = {package: folder for package in PACKAGES if (folder := package_folder(package))}
+        return Verdict(False, (), name)
+    folders = {package: folder for package in packages if (folder := package_folder(package))}
     return compare(contract, Reader(folders), symbols_of(contract.name))
 
 

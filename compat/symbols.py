@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
-"""Every symbol of vLLM and vllm-ascend that an adapter touches, what for, and what goes wrong if it drifts. Data only.
+"""Every symbol of vLLM, vllm-ascend and afd-plugin that an adapter touches, what for, and what if it drifts. Data only.
 
 To add one, write a line below (targets: see `read.py`) and record the contracts again (`docs/compat.md`). A symbol that
 exists in some stacks only names those; everything else is in all of them.
@@ -14,6 +14,8 @@ from typing import Final
 V23: Final = ("vllm-ascend-0.23.0",)
 V26: Final = ("vllm-ascend-80d8c194f", "vllm-ascend-cf0baa38d")
 ALL: Final = V23 + V26
+#: Of afd-plugin, which has contracts of its own: a server without it is not refused for it.
+AFD: Final = ("afd-plugin-85e826e",)
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Symbol:
         target: `module:qualified.name`, or `namespace::operator`.
         used_for: what the adapter does with it.
         consequence: what goes wrong if it drifts and the adapter runs all the same.
-        stacks: where it exists.
+        stacks: the contracts that it is in.
     """
 
     target: str
@@ -34,7 +36,7 @@ class Symbol:
 
 
 def symbols_of(stack: str) -> tuple[Symbol, ...]:
-    """The symbols of one stack, in the order of this file."""
+    """The symbols of one contract, in the order of this file."""
     return tuple(symbol for symbol in SYMBOLS if stack in symbol.stacks)
 
 
@@ -48,6 +50,16 @@ _TABLE = "vllm_ascend.worker.block_table:"
 _OUTPUT = "vllm.v1.core.sched.output:"
 _SPEC = "vllm.v1.kv_cache_interface:"
 _GPU_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_P = "afd_plugin."
+_NPU = "afd_plugin.v1.worker.npu."
+_ATTN_WORKER = "afd_plugin.v1.worker.npu.attention_worker:AFDNPUAttentionWorker"
+_ATTN_RUNNER = "afd_plugin.v1.worker.npu.attention_model_runner:AFDNPUAttentionModelRunner"
+_FACTORY = "afd_plugin.connectors.factory:AFDConnectorFactory"
+_CAM = "afd_plugin.connectors.npu.async_cam:CAMAsyncAFDConnector"
+_P2P = "afd_plugin.connectors.npu.camp2p:CAMP2pAFDConnector"
+_WRAPPER = "afd_plugin.v1.worker.npu.npu_ubatch_wrapper:AscendUBatchWrapper"
+_CONTEXT = "afd_plugin.v1.worker.npu.ubatching:AscendUBatchContext"
+_SCHEDULE = "afd_plugin.model_executor.models.npu.deepseek_v2_async_cam_forward:"
 
 # fmt: off
 # ruff: noqa: E501
@@ -201,4 +213,103 @@ SYMBOLS: Final[tuple[Symbol, ...]] = (
     _S("vllm.v1.engine.input_processor:InputProcessor.process_inputs", "its locals tell streaming input, and which engine it is for", "streaming input is let in, and ends the engine"),
     _S("vllm.plugins:load_general_plugins", "calls the plugin in every process", "the plugin is not loaded in a worker"),
     _S("vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker", "loads the plugin before the worker class", "the plugin comes after the worker was made"),
+    # afd-plugin: loading, configuration, and what its own validation asks for.
+    _S("afd_plugin:register_afd", "patches and models are registered in it", "patches are missing, and nobody sees it", AFD),
+    _S("afd_plugin:_DEEPSEEK_MODEL_REGISTRATIONS", "the class that is registered for DeepSeek-V4", "a model that cannot start on an NPU is let in", AFD),
+    _S(f"{_P}model_executor.models.deepseek_v4:AFDDeepseekV4Model.__init__", "refuses every device but CUDA", "a model that could start is refused, or the reverse", AFD),
+    _S(f"{_P}model_executor.models.model_utils:get_afd_model_config", "rewrites the architecture in the worker", "the model's geometry is read from another config", AFD),
+    _S(f"{_P}config:AFDConfig", "role and connector, with their defaults and aliases", "another role or connector is decided on than runs", AFD),
+    _S(f"{_P}config:_ALIASES", "names of the same settings", "another role or connector is decided on than runs", AFD),
+    _S(f"{_P}config:SUPPORTED_AFD_CONNECTORS", "the connectors there are", "a connector is refused as unknown", AFD),
+    _S(f"{_P}config:parse_optional_afd_config", "when AFD is active", "AFD runs, and the plugin takes the server for a colocated one", AFD),
+    _S(f"{_P}validation:NPU_ATTENTION_WORKER_FQCN", "the worker class that the check compares with", "the server does not start", AFD),
+    _S(f"{_P}validation:assert_compatible_afd_stack", "compares the worker class as a string while init_device runs", "the server does not start", AFD),
+    _S(f"{_P}validation:afd_worker_qualname_for_platform_default", "refuses worker classes that are not the platform's", "the configuration ends with an error", AFD),
+    _S(f"{_P}compat.patches.config_validation:create_engine_config", "when the worker class is chosen", "the adapter's worker is not taken", AFD),
+    _S(f"{_P}compat.patches.config_validation:_select_afd_worker_for_auto", "lets the adapter's worker stand", "the configuration ends with an error", AFD),
+    _S(f"{_P}compat.patches.npu.ascend_platform:apply_afd_ascend_dbo_config_patch", "keeps the number of uBatches through the platform's say", "uBatches are decided on that do not run", AFD),
+    _S(f"{_P}compat.npu.feature_validation:fail_if_unsupported_npu_afd_features", "what it refuses is not refused again", "a feature nobody covers is let in", AFD),
+    _S(f"{_P}compat.npu.feature_validation:_fail_if_unsupported_npu_afd_async_features", "eager only, no native uBatches", "a feature nobody covers is let in", AFD),
+    _S(f"{_P}compat.npu.feature_validation:_fail_if_unsupported_npu_async_moe_ubatching_features", "two stages, no context parallelism", "a feature nobody covers is let in", AFD),
+    # afd-plugin: the worker and the runner of the Attention role.
+    _S(_ATTN_WORKER, "the adapter's worker derives from it", "overridden methods are not called", AFD),
+    _S(f"{_ATTN_WORKER}.__init__", "applies patches first", "patches are applied in another order", AFD),
+    _S(f"{_ATTN_WORKER}.init_device", "checks the worker class and makes the runner", "the runner is not the adapter's", AFD),
+    _S(f"{_NPU}attention_worker:AFDNPUAttentionModelRunner", "the name is rebound while init_device runs", "the runner is not the adapter's", AFD),
+    _S(_ATTN_RUNNER, "the adapter's runner derives from it", "overridden methods are not called", AFD),
+    _S(f"{_ATTN_RUNNER}.__init__", "makes the connector", "the connector is not the adapter's", AFD),
+    _S(f"{_ATTN_RUNNER}.execute_model", "one live step", "a forward runs outside a generation", AFD),
+    _S(f"{_ATTN_RUNNER}._model_forward", "installs slices and stages, and runs the model", "launches happen outside it, or with slices of another step", AFD),
+    _S(f"{_ATTN_RUNNER}._build_attention_metadata", "full-batch or per-uBatch metadata", "stand-ins do not reach a uBatch", AFD),
+    _S(f"{_ATTN_RUNNER}._build_attention_metadata_with_async_moe_ubatches", "plans the stages and builds their metadata", "stand-ins do not reach a stage, or it is cut elsewhere", AFD),
+    _S(f"{_ATTN_RUNNER}._build_attention_metadata_with_ubatches", "one dictionary a uBatch", "stand-ins do not reach a uBatch", AFD),
+    _S(f"{_ATTN_RUNNER}._dummy_run", "profile, warm-up and capture", "a forward without requests writes state", AFD),
+    _S(f"{_ATTN_RUNNER}._dummy_run_inference_mode", "forgets metadata behind itself", "a forward takes metadata of another", AFD),
+    _S(f"{_ATTN_RUNNER}._dummy_run_with_ubatches", "dummy forwards in two uBatches", "a forward without requests writes state", AFD),
+    _S(f"{_ATTN_RUNNER}._afd_warmup_and_capture_once", "metadata that is made before a dummy run", "it is forgotten before it is used", AFD),
+    _S(f"{_ATTN_RUNNER}._build_afd_metadata", "transactions are no generations", "a generation is taken from a counter that both stages share", AFD),
+    _S(f"{_ATTN_RUNNER}._install_afd_metadata_on_forward_context", "makes metadata anew where there is none", "a forward without metadata fails", AFD),
+    _S(f"{_ATTN_RUNNER}._install_async_moe_ubatch_metadata_on_forward_context", "hands the stages to the model", "a stage runs with other metadata than was planned", AFD),
+    _S(f"{_ATTN_RUNNER}._determine_batch_execution_and_padding", "when a step is cut", "a step is cut that was not planned so", AFD),
+    _S(f"{_ATTN_RUNNER}.load_model", "wraps the model and meets the other role", "tails are allocated before weights, or never", AFD),
+    _S(f"{_ATTN_RUNNER}._install_ascend_ubatch_wrapper", "wraps the model for two uBatches", "a captured model is taken for an eager one", AFD),
+    _S(f"{_ATTN_RUNNER}.initialize_attn_backend", "a metadata builder a stage", "stages share a builder's buffers", AFD),
+    _S(f"{_ATTN_RUNNER}.shutdown", "closes the connector, then the engine", "memory is freed under a running launch", AFD),
+    _S(f"{_ATTN_RUNNER}.connector", "is told of the forward that runs", "sends and receives are not counted", AFD),
+    _S(f"{_ATTN_RUNNER}.ubatch_slices", "where a step is cut", "rows of one uBatch are given to the other", AFD),
+    _S(f"{_ATTN_RUNNER}._afd_pending_metadata", "is forgotten behind a step", "a forward takes metadata of another", AFD),
+    _S(f"{_ATTN_RUNNER}._afd_async_moe_ubatch_metadata", "stages of a step, forgotten behind it", "a forward takes stages of another", AFD),
+    # afd-plugin: connectors.
+    _S(_FACTORY, "the adapter's connectors are registered in it", "the connector is not the adapter's", AFD),
+    _S(f"{_FACTORY}._registry", "is put back as it was", "a connector of ours stays behind", AFD),
+    _S(f"{_FACTORY}.register_connector", "registers the adapter's connectors", "the connector is not the adapter's", AFD),
+    _S(f"{_FACTORY}.create_connector", "makes the connector while the runner is made", "the connector is not the adapter's", AFD),
+    _S(f"{_FACTORY}.get_connector_class", "parses settings with the registered class", "settings are parsed by another class", AFD),
+    _S(f"{_P}connectors.base:AFDConnectorBase", "what a connector is", "a payload crosses that nobody looks at", AFD),
+    _S(f"{_P}connectors.metadata:AFDTransferMetadata", "layer and stage of a transfer", "a transfer is counted for another stage", AFD),
+    _S(f"{_P}connectors.metadata:AFDTransferContext", "metadata and state of a transfer", "a payload field is not looked at", AFD),
+    _S(f"{_P}connectors.metadata:AFDTransferState", "base of what connectors keep", "a payload field is not looked at", AFD),
+    _S(f"{_P}connectors.metadata:AFDA2FTransferPayload", "what FFN receives", "a payload field is not looked at", AFD),
+    _S(f"{_P}connectors.metadata:AFDF2ATransferPayload", "what FFN sends", "a payload field is not looked at", AFD),
+    _S(_CAM, "the adapter's connector derives from it", "overridden methods are not called", AFD),
+    _S(f"{_CAM}.__init__", "makes the queue of pending payloads", "a payload that waits is not looked at", AFD),
+    _S(f"{_CAM}.init_afd_connector", "meets the other role", "the adapter's memory is taken at another time", AFD),
+    _S(f"{_CAM}.close", "destroys its group without waiting", "memory is freed under a running launch", AFD),
+    _S(f"{_CAM}.send_attn_output", "queues the payload, then launches", "a send is counted that did not happen, or the reverse", AFD),
+    _S(f"{_CAM}.recv_ffn_output", "takes the oldest payload of a stage", "a receive is counted for another stage", AFD),
+    _S(f"{_CAM}.recv_attn_output", "FFN's side of a transfer", "a payload crosses that nobody looks at", AFD),
+    _S(f"{_CAM}.send_ffn_output", "FFN's side of a transfer", "a payload crosses that nobody looks at", AFD),
+    _S(f"{_CAM}._pending_attention_payloads", "payloads that wait", "a payload that waits is not looked at", AFD),
+    _S(f"{_P}connectors.npu.async_cam:AFDAsyncTransferState", "state of a transfer", "a payload field is not looked at", AFD),
+    _S(f"{_P}connectors.npu.async_cam:AFDAsyncExtraInfo", "settings, with their defaults", "stages are decided on that do not run", AFD),
+    _S(f"{_P}connectors.npu.async_cam:AFDAsyncExtraInfo.from_mapping", "names of the settings", "stages are decided on that do not run", AFD),
+    _S(_P2P, "the adapter's connector derives from it", "overridden methods are not called", AFD),
+    _S(f"{_P2P}.__init__", "makes its control plane", "start-up fails", AFD),
+    _S(f"{_P2P}.init_afd_connector", "meets the other role, one group a uBatch", "the adapter's memory is taken at another time", AFD),
+    _S(f"{_P2P}.close", "destroys its groups without waiting", "memory is freed under a running launch", AFD),
+    _S(f"{_P2P}.send_attn_output", "sets the uBatch in the forward context", "a launch is given to another uBatch", AFD),
+    _S(f"{_P2P}.recv_ffn_output", "sets the uBatch in the forward context", "a launch is given to another uBatch", AFD),
+    _S(f"{_P}connectors.npu.camp2p:CAMP2PTransferState", "state of a transfer", "a payload field is not looked at", AFD),
+    # afd-plugin: uBatches and stages.
+    _S(f"{_P}model_executor.npu.async_cam_ubatching:AsyncMoeStage", "requests and tokens of a stage", "rows of one stage are given to the other", AFD),
+    _S(f"{_P}model_executor.npu.async_cam_ubatching:plan_async_moe_stages", "where a step is cut", "a cut that nobody planned for", AFD),
+    _S(f"{_P}model_executor.models.npu.async_cam_layout:AsyncMoeUbatchMetadata", "metadata a stage", "stand-ins do not reach a stage", AFD),
+    _S(f"{_P}model_executor.models.npu.deepseek_attention_metadata:isolate_deepseek_attention_builder_inputs", "which inputs a stage owns", "two stages share what one of them changes", AFD),
+    _S(f"{_P}model_executor.models.npu.deepseek_attention_metadata:materialize_deepseek_attention_metadata_by_layer", "runs over metadata before stand-ins are in it", "it meets a stand-in, and fails", AFD),
+    _S(f"{_SCHEDULE}run_attention_gate_afd_forward", "order of attention, send and receive", "work is counted that did not happen", AFD),
+    _S(f"{_SCHEDULE}run_async_moe_ubatch_afd_forward", "order of two stages, and the stage in the forward context", "a launch is given to another stage", AFD),
+    _S(f"{_NPU}ubatch_utils:check_enable_ubatch", "when a step is cut", "a step is cut that was not planned so", AFD),
+    _S(f"{_NPU}ubatch_utils:split_attn_metadata", "requests and tokens of a uBatch", "rows of one uBatch are given to the other", AFD),
+    _S(f"{_NPU}ubatch_utils:_make_metadata_with_slice", "requests and tokens of a uBatch", "rows of one uBatch are given to the other", AFD),
+    _S(f"{_NPU}forward_context:create_ascend_forward_context", "the uBatch in the forward context", "a launch is given to another uBatch", AFD),
+    _S(f"{_CONTEXT}.__enter__", "puts a thread's forward context in place", "a launch is given to another uBatch", AFD),
+    _S(f"{_CONTEXT}.__exit__", "ends a thread's turn, however it went", "an execution is settled while its thread still launches", AFD),
+    _S(f"{_CONTEXT}._cpu_yield", "changes turns between send and receive", "two threads launch at once", AFD),
+    _S(f"{_NPU}ubatching:make_ubatch_contexts", "two contexts, always", "more uBatches than slots", AFD),
+    _S(f"{_WRAPPER}.__call__", "runs, captures or replays uBatches", "a uBatch is captured that is taken for an eager one", AFD),
+    _S(f"{_WRAPPER}._run_ubatch_thread", "swallows nothing and keeps no error", "an error is not seen where the forward ends", AFD),
+    _S(f"{_WRAPPER}._run_ubatches", "joins both threads before the forward ends", "an execution is settled while its thread still launches", AFD),
+    # afd-plugin: the FFN role, where the plugin is off.
+    _S(f"{_NPU}ffn_worker:AFDNPUFFNWorker", "is left alone", "memory is taken where nothing needs it", AFD),
+    _S(f"{_NPU}ffn_worker:AFDNPUFFNWorker.get_kv_cache_spec", "FFN has no KV cache", "memory is taken where nothing needs it", AFD),
 )

@@ -8,18 +8,21 @@ import io
 import random
 import re
 import tokenize
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from afd_dsv4.compat.contract import FOLDER, Contract, DriftKind, compare, differences, fingerprint, load
+from afd_dsv4.compat.contract import FOLDER, Contract, DriftKind, compare, differences, fingerprint, load, verify
 from afd_dsv4.compat.read import NotFound, NotReadable, Reader, digest
-from afd_dsv4.compat.stack import KNOWN
+from afd_dsv4.compat.stack import AFD_PINS, KNOWN, InstalledStack, afd_pin
 from afd_dsv4.compat.symbols import SYMBOLS, Symbol, symbols_of
 
 ROOT = Path(__file__).parents[2]
+#: Commits of afd-plugin with an adapter, and so with a contract.
+PINS = [pin for pin in AFD_PINS if not pin.lacks]
 
 
 def write(folder: Path, **modules: str) -> Path:
@@ -286,7 +289,15 @@ def test_a_contract_of_another_format_is_refused(tmp_path):
 
 
 def test_there_is_a_contract_of_every_known_stack_with_exactly_its_symbols():
-    assert {path.stem for path in FOLDER.glob("*.json")} == {stack.name for stack in KNOWN}
+    assert {path.stem for path in FOLDER.glob("*.json")} == {one.name for one in (*KNOWN, *PINS)}
+    for pin in PINS:
+        contract = load(pin.name)
+        assert contract is not None
+        assert contract.name == pin.name
+        assert set(contract.symbols) == {symbol.target for symbol in symbols_of(pin.name)}
+        assert {file for entry in contract.symbols.values() for file in entry["files"]} == set(contract.files)
+        assert all(file.startswith("afd_plugin/") for file in contract.files)
+        assert afd_pin(contract.stack["afd_plugin_commit"]) == pin
     for stack in KNOWN:
         contract = load(stack.name)
         assert contract is not None
@@ -297,14 +308,38 @@ def test_there_is_a_contract_of_every_known_stack_with_exactly_its_symbols():
     assert load("none such") is None
 
 
+def test_afd_plugin_is_verified_with_the_stack_where_afd_is_asked_for_and_a_refused_pin_adds_nothing(monkeypatch):
+    folders: dict[str, Path] = {}
+    monkeypatch.setattr("afd_dsv4.compat.contract.package_folder", folders.get)
+    stack = InstalledStack("3.11", "x86_64", None, None, "0.26.0", "0.1", None, None, "80d8c194f", "0.1", "85e826e")
+    alone, both = verify(stack), verify(stack, afd=True)
+    assert alone.known
+    assert both.known
+    theirs = {symbol.target for symbol in symbols_of("afd-plugin-85e826e")}
+    assert {target for target, _ in both.unchecked} - {target for target, _ in alone.unchecked} == theirs
+    assert not both.holds
+    for commit in ("2e4378f", "03b57b3", None):
+        assert verify(replace(stack, afd_plugin_commit=commit), afd=True) == alone
+    assert verify(replace(stack, afd_plugin=None), afd=True) == alone
+
+
+def test_every_symbol_of_afd_plugin_that_is_gone_is_drift(tmp_path):
+    (tmp_path / "afd_plugin").mkdir()
+    (tmp_path / "afd_plugin" / "__init__.py").touch()
+    contract = load("afd-plugin-85e826e")
+    verdict = compare(contract, Reader({"afd_plugin": tmp_path / "afd_plugin"}), symbols_of(contract.name))
+    assert {drift.target for drift in verdict.drift} == set(contract.symbols)
+    assert {drift.kind for drift in verdict.drift} == {DriftKind.MISSING}
+
+
 def test_every_symbol_says_what_it_is_for_and_what_its_drift_means_once_a_stack():
-    for stack in KNOWN:
+    for stack in (*KNOWN, *PINS):
         targets = [symbol.target for symbol in symbols_of(stack.name)]
         assert len(targets) == len(set(targets))
     for symbol in SYMBOLS:
         assert symbol.used_for
         assert symbol.consequence
-        assert set(symbol.stacks) <= {stack.name for stack in KNOWN}
+        assert set(symbol.stacks) <= {one.name for one in (*KNOWN, *PINS)}
 
 
 def test_the_page_about_two_commits_names_every_symbol_that_differs_and_no_other():
@@ -325,10 +360,16 @@ def test_only_known_stacks_are_said_to_be_verified_and_the_counts_are_those_of_t
     with (ROOT / "compat" / "verified.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     by_name = {stack.name: stack for stack in KNOWN}
-    assert {row["stack"] for row in rows} == set(by_name)
+    pins = {pin.name: pin for pin in PINS}
+    assert {name for row in rows for name in row["stack"].split("+")} == by_name.keys() | pins.keys()
     for row in rows:
         assert all(row[key] for key in ("verified", "where", "date", "command"))
-        assert by_name[row["stack"]].matches(row["vllm"], row["vllm_ascend"] or None, row["commit"])
+        stack, *more = row["stack"].split("+")
+        if stack in pins:
+            assert afd_pin(row["commit"]) == pins[stack]
+        else:
+            assert by_name[stack].matches(row["vllm"], row["vllm_ascend"] or None, row["commit"])
+            assert all(pins[name].stack == stack for name in more)
         counted = re.search(r"(\d+) symbols", row["verified"])
         assert counted is None or int(counted[1]) == len(symbols_of(row["stack"]))
 

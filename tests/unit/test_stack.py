@@ -11,7 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from afd_dsv4.compat.stack import KNOWN, InstalledStack, StackId, installed, name_of, origin_of, same_commit
+from afd_dsv4.compat.stack import (
+    AFD_PINS,
+    KNOWN,
+    InstalledStack,
+    StackId,
+    afd_pin,
+    installed,
+    name_of,
+    origin_of,
+    same_commit,
+)
 from afd_dsv4.geometry import STACKS
 
 SUPPORTED = InstalledStack("3.11.7", "x86_64", "2.13.0+cpu", "2.13.0", "0.23.0", "0.23.0", "5.24.0")
@@ -130,6 +140,53 @@ def test_a_commit_comes_from_the_packages_own_files_then_from_its_installer_then
     distribution(tmp_path / "e", "vllm-ascend", "0.23.0")
     package(tmp_path / "e", "vllm_ascend", _version="__commit_id__ = commit_id = None\n")
     assert seen_from(tmp_path / "e").vllm_ascend_commit is None
+
+
+def test_afd_plugin_is_told_by_its_commit_from_a_checkout_without_metadata_too(tmp_path):
+    commit = "85e826ed8239dd9d8032375bb84a56116e24f0e0"
+    assert seen_from(tmp_path).afd_plugin is None
+    package(tmp_path, "afd_plugin")
+    bare = seen_from(tmp_path)
+    assert (bare.afd_plugin, bare.afd_plugin_commit, bare.afd) == ("of no version", None, None)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "HEAD").write_text(f"{commit}\n")
+    checkout = seen_from(tmp_path)
+    assert checkout.afd_plugin_commit == commit
+    assert checkout.afd is not None
+    assert (checkout.afd.name, checkout.afd.lacks) == ("afd-plugin-85e826e", None)
+    assert f"afd-plugin of no version (commit {commit})" in str(checkout)
+    # Where it was installed at another commit, and has moved on since, the checkout is right.
+    distribution(tmp_path, "vllm-afd-plugin", "0.1.dev1+g2e4378f")
+    moved = seen_from(tmp_path)
+    assert (moved.afd_plugin, moved.afd_plugin_commit) == ("0.1.dev1+g2e4378f", commit)
+
+
+def test_an_installed_afd_plugin_is_told_by_its_files_its_installer_or_its_version(tmp_path):
+    distribution(
+        tmp_path / "a", "vllm-afd-plugin", "0.1", {"url": "x", "vcs_info": {"commit_id": "2e4378f" + "0" * 33}}
+    )
+    package(tmp_path / "a", "afd_plugin")
+    pin = seen_from(tmp_path / "a").afd
+    assert pin is not None
+    assert pin.name == "afd-plugin-2e4378f"
+    assert "no DeepSeek-V4" in str(pin.lacks)
+    distribution(tmp_path / "b", "vllm-afd-plugin", "0.26.0.dev3+g85e826ed8.d20260819")
+    assert seen_from(tmp_path / "b").afd == afd_pin("85e826ed8")
+
+
+def test_pins_before_deepseek_v4_are_refused_by_name_and_all_others_are_unknown():
+    assert [pin.name for pin in AFD_PINS if pin.lacks] == [
+        "afd-plugin-2f4f462", "afd-plugin-044464a", "afd-plugin-2e4378f"
+    ]  # fmt: skip
+    assert {pin.stack for pin in AFD_PINS if not pin.lacks} <= {stack.name for stack in KNOWN}
+    for commit in ("03b57b3", "85e82", None, "85e826f"):
+        assert afd_pin(commit) is None
+
+
+def test_afd_plugin_changes_neither_the_name_of_the_stack_nor_its_tuple():
+    with_it = dataclasses.replace(SUPPORTED, afd_plugin="0.1", afd_plugin_commit="85e826e")
+    assert (with_it.name, with_it.tuple) == (SUPPORTED.name, SUPPORTED.tuple)
+    assert "afd-plugin" not in str(SUPPORTED)
 
 
 def test_a_folder_of_sources_says_what_it_is_by_the_files_around_it(tmp_path):

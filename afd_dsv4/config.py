@@ -52,6 +52,8 @@ class Settings:
             vLLM's speculative configuration says.
         fence_timeout_s: seconds after which work on the device that is still not over is given up: its slot and pages
             are never used again. Longer than any forward may take.
+        audit: in mode `afd`, whether everything that crosses to the FFN role is checked to share no memory with tails
+            and workspace slots; None for where the log is at level DEBUG.
 
     Raises:
         InputError: a value out of range.
@@ -61,6 +63,7 @@ class Settings:
     slots: int = DEFAULT_SLOTS
     drafts: int | None = None
     fence_timeout_s: float = DEFAULT_FENCE_TIMEOUT_S
+    audit: bool | None = None
 
     def __post_init__(self) -> None:
         _check("mode", self.mode, isinstance(self.mode, Mode), f"choose one of {', '.join(m.value for m in Mode)}")
@@ -69,6 +72,7 @@ class Settings:
         _check("drafts", self.drafts, good, "it must be a whole number, 0 or more")
         good = _number(self.fence_timeout_s) and 0 < self.fence_timeout_s <= 1e9
         _check("fence_timeout_s", self.fence_timeout_s, good, "it must be a number of seconds above 0 and at most 1e9")
+        _check("audit", self.audit, self.audit is None or isinstance(self.audit, bool), "it must be true or false")
 
     def as_mapping(self) -> dict[str, str | int | float]:
         """What `from_mapping` makes the same settings of; plain enough for JSON."""

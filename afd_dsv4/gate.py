@@ -22,11 +22,17 @@ from afd_dsv4.geometry import InputError, ModelGeometry, PageLayout, page_layout
 from afd_dsv4.workspace.sizing import WorkspaceSizes, size_workspace
 
 NPU_PLATFORM: Final = "vllm_ascend.platform.NPUPlatform"
-#: The only worker class that an adapter's own may stand in for.
+#: The only worker classes that an adapter's own may stand in for: vllm-ascend's, and afd-plugin's of the Attention role.
 NATIVE_WORKER: Final = "vllm_ascend.worker.worker.NPUWorker"
+AFD_WORKER: Final = "afd_plugin.v1.worker.npu.AFDNPUAttentionWorker"
 #: Devices whose page sizes `geometry` knows.
 DEVICES: Final = ("A2", "A3")
 ATTENTION: Final = "attention"
+#: Connectors of afd-plugin that an adapter can follow. Two stages are a matter of the first, two uBatches of the second.
+CAM_ASYNC: Final = "CAMAsyncAFDConnector"
+CAM_P2P: Final = "CAMP2pAFDConnector"
+#: What afd-plugin 85e826e registers for DeepSeek-V4. Its constructor raises on every device but CUDA.
+CUDA_ONLY: Final = "afd_plugin.model_executor.models.deepseek_v4:AFDDeepseekV4ForCausalLM"
 NO_GRAPHS: Final = "NONE"
 FCFS: Final = "fcfs"
 FULL_DECODE_ONLY: Final = "FULL_DECODE_ONLY"
@@ -83,6 +89,35 @@ _REQUIRED: Final = (
 
 
 @dataclass(frozen=True)
+class AfdFacts:
+    """What `additional_config["afd"]` says, and what of afd-plugin is in this process. None where it did not say.
+
+    Attributes:
+        role: role of this server.
+        connector: name of the connector.
+        asynchronous: whether asynchronous data parallelism is on.
+        stages: stages that the asynchronous connector cuts a step into, 1 for none.
+        split: what it cuts at.
+        plugin: the installed afd-plugin, for people; None where there is none.
+        pin: name of the pin that it is, None where that is none that is known.
+        lacks: why there is no adapter for that pin, None where there is.
+        not_loaded: modules of afd-plugin that should be in this process and are not.
+        model: class registered for AFDDeepseekV4ForCausalLM, as `module:Class`; None where none is.
+    """
+
+    role: str
+    connector: str | None
+    asynchronous: bool | None
+    stages: int | None
+    split: str | None
+    plugin: str | None
+    pin: str | None
+    lacks: str | None
+    not_loaded: tuple[str, ...]
+    model: str | None
+
+
+@dataclass(frozen=True)
 class EngineFacts:
     """What one engine is configured to do. None means that the configuration did not say, see `unread`.
 
@@ -98,7 +133,7 @@ class EngineFacts:
         model_type: of the Hugging Face config.
         geometry: the model, None where `geometry_error` says why not.
         geometry_error: why there is no geometry.
-        afd_role: role in afd-plugin's configuration, None without one.
+        afd: afd-plugin's configuration, None without one.
         worker_cls: worker class that vLLM is about to use.
         kv_transfer: name of what moves KV blocks out of this engine (a connector, offloading, another engine's
             encoder), None for nothing.
@@ -115,7 +150,7 @@ class EngineFacts:
         speculative_method: None without speculative decoding.
         speculative_tokens: drafts per step.
         graphs: name of vLLM's graph mode.
-        ubatches: micro-batches that one forward is cut into; 0 or 1 for none.
+        ubatches: micro-batches, or stages, that one forward is cut into; 0 or 1 for none.
         native_tail: whether vllm-ascend bounds the compressor state itself
             (enable_dsv4_shared_compressor_workspace, vllm-project/vllm-ascend#15452), and is told to.
         max_num_seqs, max_num_batched_tokens, block_size: vLLM's.
@@ -135,7 +170,7 @@ class EngineFacts:
     model_type: str | None
     geometry: ModelGeometry | None
     geometry_error: str | None
-    afd_role: str | None
+    afd: AfdFacts | None
     worker_cls: str | None
     kv_transfer: str | None
     prefix_caching: bool | None
@@ -221,23 +256,25 @@ def decide(settings: Settings, facts: EngineFacts) -> Decision:
     mode = settings.mode
     if mode is Mode.OFF:
         return off("no other mode was asked for")
-    if mode is Mode.AFD and facts.afd_role not in (None, ATTENTION):
+    if mode is Mode.AFD and facts.afd and facts.afd.role != ATTENTION:
         # The same settings serve both roles; only attention has a compressor.
-        why = f"the AFD role here is {facts.afd_role!r}; only {ATTENTION!r} has a compressor"
+        why = f"the AFD role here is {facts.afd.role!r}; only {ATTENTION!r} has a compressor"
         return Decision(mode, active=False, refused=False, reasons=(why,))
     reasons = tuple(objections(settings, facts))
     if reasons:
         return Decision(mode, active=False, refused=True, reasons=reasons)
     drafts = facts.speculative_tokens if settings.drafts is None else settings.drafts
     whole = replace(settings, drafts=drafts)
-    asked = "colocated was asked for" if mode is Mode.COLOCATED else f"AFD role {ATTENTION!r}"
+    asked = "colocated was asked for"
+    if facts.afd:
+        asked = f"AFD role {ATTENTION!r} with {facts.afd.connector}, {max(1, facts.ubatches or 0)} uBatches"
     sizes = _sizes(whole, facts)
     return Decision(mode, active=True, refused=False, reasons=(asked,), settings=whole, sizes=sizes)
 
 
 def objections(settings: Settings, facts: EngineFacts) -> Iterator[str]:
     """Every reason against a mode other than off: what was asked or is needed; what was found; what to do."""
-    yield from _against_stack(facts)
+    yield from _against_stack(settings.mode, facts)
     yield from _against_role(settings.mode, facts)
     yield from _against_model(facts)
     yield from _against_engine(facts)
@@ -245,7 +282,7 @@ def objections(settings: Settings, facts: EngineFacts) -> Iterator[str]:
     yield from _against_limits(settings, facts)
 
 
-def _against_stack(facts: EngineFacts) -> Iterator[str]:
+def _against_stack(mode: Mode, facts: EngineFacts) -> Iterator[str]:
     if facts.platform != NPU_PLATFORM:
         yield _no(
             "vLLM's platform", facts.platform, "it must be Ascend's; if VLLM_PLUGINS is set, list Ascend's plugins too"
@@ -256,24 +293,67 @@ def _against_stack(facts: EngineFacts) -> Iterator[str]:
             yield _no("vLLM's configuration", f"cannot read {', '.join(unread)}", "report it with this line")
     if facts.stack_name is None:
         yield _no("installed stack", f"{facts.stack}, which is none of the supported ones", "install a supported one")
-    elif facts.worker_class is None:
+    elif facts.worker_class is None and not (mode is Mode.AFD and _pin_is_refused(facts)):
         yield _no("installed stack", f"{facts.stack_name}, which has no adapter yet", "install one that has")
     if facts.drift:
         found = f"{len(facts.drift)} differences from what was recorded, such as: {facts.drift[0]}"
         yield _no("contracts of the stack", found, "see `afd-dsv4 compat check`")
-    if facts.worker_cls not in (None, NATIVE_WORKER, facts.worker_class):
-        yield _no("worker class", str(facts.worker_cls), f"leave it to vllm-ascend, which takes {NATIVE_WORKER}")
+    native = {NATIVE_WORKER, AFD_WORKER} if mode is Mode.AFD else {NATIVE_WORKER}
+    if facts.worker_cls not in (None, facts.worker_class, *native):
+        remedy = f"leave it to vllm-ascend, which takes {NATIVE_WORKER}"
+        if mode is Mode.AFD:
+            remedy = f"leave it to afd-plugin, which takes {AFD_WORKER}"
+        yield _no("worker class", str(facts.worker_cls), remedy)
     if facts.device is not None and facts.device not in DEVICES:
         yield _no("device", facts.device, f"its page sizes are not in yet; use {' or '.join(DEVICES)}")
 
 
 def _against_role(mode: Mode, facts: EngineFacts) -> Iterator[str]:
-    if mode is Mode.AFD and facts.afd_role is None:
+    if mode is Mode.AFD and facts.afd is None:
         yield _no("mode 'afd'", 'no additional_config["afd"]', "configure afd-plugin, or ask for mode 'colocated'")
-    elif mode is Mode.AFD and AFD not in facts.covers:
-        yield _uncovered("mode 'afd'", f"AFD role {facts.afd_role!r}", "there is no way yet; serve natively")
-    elif mode is Mode.COLOCATED and facts.afd_role is not None:
-        yield _no("mode 'colocated'", f"AFD role {facts.afd_role!r}", "ask for mode 'afd'")
+    elif mode is Mode.AFD and facts.afd is not None:
+        yield from _against_afd(facts.afd, facts)
+    elif mode is Mode.COLOCATED and facts.afd is not None:
+        yield _no("mode 'colocated'", f"AFD role {facts.afd.role!r}", "ask for mode 'afd'")
+
+
+def _pin_is_refused(facts: EngineFacts) -> bool:
+    """Whether afd-plugin alone is why there is no adapter, which is said by itself."""
+    return facts.afd is not None and (facts.afd.pin is None or facts.afd.lacks is not None)
+
+
+def _against_afd(afd: AfdFacts, facts: EngineFacts) -> Iterator[str]:
+    install = "install commit 85e826e of vllm-project/afd-plugin"
+    if afd.plugin is None:
+        yield _no("afd-plugin", "not installed", install)
+    elif afd.pin is None:
+        yield _no("afd-plugin", f"{afd.plugin}, which is no commit that is known", install)
+    elif afd.lacks:
+        yield _no("afd-plugin", f"{afd.plugin}: {afd.lacks}", install)
+    elif AFD not in facts.covers:
+        remedy = "install the stack that this commit was made for"
+        yield _uncovered("mode 'afd'", f"AFD role {afd.role!r} with {afd.plugin}", remedy)
+    elif afd.not_loaded:
+        remedy = "if VLLM_PLUGINS is set, list afd too; its log at level DEBUG says what failed"
+        yield _no("afd-plugin", f"{', '.join(afd.not_loaded)} not loaded in this process", remedy)
+    elif afd.model is None or afd.model == CUDA_ONLY:
+        found = (
+            f"{afd.model}, whose constructor raises on every device but CUDA"
+            if afd.model
+            else "no class is registered for AFDDeepseekV4ForCausalLM"
+        )
+        remedy = "no server with this commit's own models serves DeepSeek-V4 on an NPU, with or without this plugin"
+        yield _no("AFD model", found, remedy)
+    if afd.connector not in (CAM_ASYNC, CAM_P2P):
+        yield _no("AFD connector", str(afd.connector), f"use {CAM_ASYNC} or {CAM_P2P}")
+    if afd.connector == CAM_ASYNC and afd.asynchronous is False:
+        yield _no(CAM_ASYNC, "async is false", 'set additional_config["afd"]["async"] to true')
+    if afd.connector == CAM_ASYNC and afd.stages is not None and afd.stages not in (1, 2):
+        yield _no("async_moe_num_ubatches", str(afd.stages), "set it to 2")
+    if afd.connector == CAM_P2P and facts.ubatches is not None and facts.ubatches > 2:
+        yield _no("uBatches", str(facts.ubatches), "DBO of afd-plugin has two; set --ubatch-size 2")
+    if afd.connector == CAM_ASYNC and afd.split not in ("request", "token"):
+        yield _no("async_moe_split", str(afd.split), "use 'request' or 'token'")
 
 
 def _against_model(facts: EngineFacts) -> Iterator[str]:

@@ -8,13 +8,14 @@ the process; a plugin that fails to import is only logged and then missed.
 
 Chosen way: ``register`` never raises. In a process that may still make a configuration it sets one attribute on the
 *instance* of vLLM's current platform, so that ``check_and_update_config``, the platform's say in every configuration,
-answers to us after it has answered to vLLM. No module and no class of anybody changes, in any mode: the class method is
-the identical object and is looked up anew each time, so that it does not matter who wraps it when. Each configuration
-is decided on by itself; one is on, the next off. Where the gate says on, the configuration gets the worker class of the
-adapter (a string, as for ``--worker-cls``) and the settings with nothing left open, so that engine cores and workers
-need neither a probe nor our environment variables. From then on ``validate_request``, the platform's say in every
-request, answers to us too, for a kind of request that no configuration tells of and that would end the engine: it is
-refused alone. With ``AFD_DSV4_MODE=off`` no attribute is set.
+answers to us after it has answered to vLLM. No module and no class of anybody changes (one function of afd-plugin's
+does, in mode afd where it is on, see ``compat/afd.py``): the class method is the identical object and is looked up anew
+each time, so that it does not matter who wraps it when. Each configuration is decided on by itself; one is on, the next
+off. Where the gate says on, the configuration gets the worker class of the adapter (a string, as for ``--worker-cls``)
+and the settings with nothing left open, so that engine cores and workers need neither a probe nor our environment
+variables. From then on ``validate_request``, the platform's say in every request, answers to us too, for a kind of
+request that no configuration tells of and that would end the engine: it is refused alone. With ``AFD_DSV4_MODE=off`` no
+attribute is set.
 
 An operator's setting that cannot be read ends the configuration with one line (`InputError`): a server that runs
 natively for hours although it was told otherwise is worse. A mode that is refused is a warning, and native code runs.
@@ -29,14 +30,14 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
 from afd_dsv4 import __version__
 from afd_dsv4.config import KEY, Mode, Settings, read, switched_off
-from afd_dsv4.gate import Decision, decide, off
+from afd_dsv4.gate import NATIVE_WORKER, Decision, decide, off
 from afd_dsv4.geometry import InputError
 
 # A child of vLLM's own logger, so that the line appears where users look, with vLLM's handlers and level, and without
@@ -105,7 +106,9 @@ def platform() -> None:
 
 
 def unwatch() -> None:
-    """Take our attributes off vLLM's current platform. Does nothing where there are none."""
+    """Take our attributes off vLLM's current platform, and let afd-plugin choose. Does nothing where there are none."""
+    if ours := sys.modules.get("afd_dsv4.compat.afd"):
+        ours.undo()
     target = getattr(sys.modules.get("vllm.platforms"), "_current_platform", None)
     for name in (_CONFIGURATIONS, _REQUESTS):
         watch = getattr(target, "__dict__", {}).get(name)
@@ -152,7 +155,7 @@ def configure(vllm_config: Any, platform_class: type) -> None:
 
 def _decide(vllm_config: Any, platform_class: type) -> None:
     # Imported here: they read what is installed, which a process that makes no configuration need not pay for.
-    from afd_dsv4.compat.adapters import worker_class
+    from afd_dsv4.compat.adapters import full_name, worker_class
     from afd_dsv4.compat.stack import installed
 
     global _state
@@ -160,7 +163,8 @@ def _decide(vllm_config: Any, platform_class: type) -> None:
     stack = installed()
     _state = replace(_state, stack=str(stack))
     additional, parallel = vllm_config.additional_config, vllm_config.parallel_config
-    ours = worker_class(stack.name)
+    with_afd = isinstance(additional, Mapping) and additional.get("afd") is not None
+    ours = worker_class(full_name(stack.name, stack.afd) if with_afd else stack.name)
     # vLLM makes further configurations from one that has our worker and our settings already (for a draft model).
     again = ours is not None and parallel.worker_cls == ours
     settings = read(additional, {} if again else os.environ)
@@ -170,8 +174,13 @@ def _decide(vllm_config: Any, platform_class: type) -> None:
         from afd_dsv4.compat.contract import verify
         from afd_dsv4.compat.facts import facts_from
 
-        decision = decide(settings, facts_from(vllm_config, platform_class, stack, verify(stack)))
+        verdict = verify(stack, afd=with_afd)
+        decision = decide(settings, facts_from(vllm_config, platform_class, stack, verdict))
     if decision.settings:
+        if with_afd and parallel.worker_cls == NATIVE_WORKER:
+            from afd_dsv4.compat.afd import let_ours_stand
+
+            let_ours_stand(verdict)
         _watch(_platform(), _REQUESTS, _refuse_streaming_input)
         # A mapping of its own: the operator's may be used for another engine.
         vllm_config.additional_config = {**additional, KEY: decision.settings.as_mapping()}

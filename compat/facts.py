@@ -9,7 +9,8 @@ that its platform has loaded, and not worked out again here.
 Not here: the decision. Nothing of vLLM is imported; a process without vllm-ascend gets facts all the same.
 
 Sources (0.23.0 of both): `vllm/config/*.py`; `vllm_ascend/ascend_config.py:AscendConfig`, `get_ascend_config`;
-`vllm_ascend/utils.py:enable_dsa_cp`, `get_ascend_device_type`; `additional_config["afd"]` of vllm-project/afd-plugin.
+`vllm_ascend/utils.py:enable_dsa_cp`, `get_ascend_device_type`; of vllm-project/afd-plugin (85e826e)
+`additional_config["afd"]`, as `afd_plugin/config.py` names it, and what `afd_plugin:register_afd` loads and registers.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
-from afd_dsv4.compat.adapters import ADAPTERS
+from afd_dsv4.compat.adapters import ADAPTERS, full_name
 from afd_dsv4.compat.contract import Verdict
 from afd_dsv4.compat.stack import InstalledStack
-from afd_dsv4.gate import EngineFacts
+from afd_dsv4.gate import CAM_ASYNC, AfdFacts, EngineFacts
 from afd_dsv4.geometry import InputError, ModelGeometry, from_hf_config
 
 _MISSING: Final = object()
@@ -31,6 +32,12 @@ _NATIVE_TAIL_GATE: Final = "get_dsv4_shared_compressor_workspace_fallback_reason
 _OWN_SCHEDULERS: Final = ("vllm.v1.core.sched.scheduler.Scheduler", "vllm.v1.core.sched.async_scheduler.AsyncScheduler")
 _SHORT_FIRST: Final = "vllm-ascend's short_request_first_config"
 _NATIVE_TAIL_KEY: Final = "enable_dsv4_shared_compressor_workspace"
+#: `afd_plugin:register_afd` imports them one after the other; where one fails, it says so at level DEBUG and goes on.
+_AFD_PATCHES: Final = tuple(
+    f"afd_plugin.compat.patches.{name}"
+    for name in ("async_dp_engine", "async_dp_forward_context", "config_validation", "engine_core")
+)
+_AFD_ARCHITECTURE: Final = "AFDDeepseekV4ForCausalLM"
 
 
 def facts_from(vllm_config: Any, platform: type, stack: InstalledStack, verdict: Verdict) -> EngineFacts:
@@ -40,7 +47,7 @@ def facts_from(vllm_config: Any, platform: type, stack: InstalledStack, verdict:
         vllm_config: vLLM's `VllmConfig`, after the platform's `check_and_update_config`.
         platform: class of vLLM's current platform.
         stack: what is installed.
-        verdict: whether it is as recorded, see `contract.verify`.
+        verdict: whether it is as recorded, see `contract.verify`; with AFD, also whether afd-plugin is.
     """
     unread: list[str] = []
     config = _Reader("vllm_config", vllm_config, unread)
@@ -51,7 +58,8 @@ def facts_from(vllm_config: Any, platform: type, stack: InstalledStack, verdict:
     additional = config.read("additional_config", Mapping) or {}
     hf_config = model.inner("hf_config").call("to_dict").whole(Mapping) or {}
     geometry, geometry_error = _geometry(hf_config)
-    adapter = ADAPTERS.get(stack.name or "")
+    afd = _afd(additional, stack, unread)
+    adapter = ADAPTERS.get((full_name(stack.name, stack.afd) if afd else stack.name) or "")
     return EngineFacts(
         stack=str(stack),
         stack_name=stack.name,
@@ -63,7 +71,7 @@ def facts_from(vllm_config: Any, platform: type, stack: InstalledStack, verdict:
         model_type=_text(hf_config.get("model_type")),
         geometry=geometry,
         geometry_error=geometry_error,
-        afd_role=_afd_role(additional),
+        afd=afd,
         worker_cls=parallel.read("worker_cls", str),
         kv_transfer=_kv_transfer(config, cache),
         prefix_caching=cache.read("enable_prefix_caching", bool),
@@ -81,7 +89,7 @@ def facts_from(vllm_config: Any, platform: type, stack: InstalledStack, verdict:
         speculative_method=speculative.read("method", str),
         speculative_tokens=speculative.read("num_speculative_tokens", int) or 0,
         graphs=config.inner("compilation_config").inner("cudagraph_mode").read("name", str),
-        ubatches=parallel.read("num_ubatches", int),
+        ubatches=_ubatches(parallel, afd),
         native_tail=_native_tail(additional),
         max_num_seqs=scheduler.read("max_num_seqs", int),
         max_num_batched_tokens=scheduler.read("max_num_batched_tokens", int),
@@ -161,13 +169,67 @@ def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _afd_role(additional: Mapping[str, Any]) -> str | None:
-    """Role of afd-plugin: its own key or the alias; a role that cannot be read is none that we know."""
+def _afd(additional: Mapping[str, Any], stack: InstalledStack, unread: list[str]) -> AfdFacts | None:
+    """afd-plugin's mapping, its own keys or the aliases; a role that cannot be read is none that we know."""
     afd = additional.get("afd")
     if afd is None:
         return None
-    role = afd.get("role", afd.get("afd_role")) if isinstance(afd, Mapping) else afd
-    return role if isinstance(role, str) else reprlib.repr(role)
+    if not isinstance(afd, Mapping):
+        afd = {"role": afd}
+    role = afd.get("role", afd.get("afd_role", "attention"))
+    connector = afd.get("connector", afd.get("afd_connector", "P2pNcclAFDConnector"))
+    reader = _Mapping('additional_config["afd"]', afd, unread)
+    options = reader.read("connector_extra_config", Mapping, {})
+    extra = _Mapping(f"{reader.path}.connector_extra_config", options, unread)
+    cuts = connector == CAM_ASYNC and extra.read("async_moe_ubatching", bool, False)
+    pin = stack.afd
+    return AfdFacts(
+        role=role if isinstance(role, str) else reprlib.repr(role),
+        connector=connector if isinstance(connector, str) else reprlib.repr(connector),
+        asynchronous=reader.read("async_dp" if "async_dp" in afd else "async", bool, False),
+        stages=extra.read("async_moe_num_ubatches", int, 2) if cuts else 1,
+        split=extra.read("async_moe_split", str, "request"),
+        plugin=f"commit {stack.afd_plugin_commit or 'unknown'}" if stack.afd_plugin else None,
+        pin=pin.name if pin else None,
+        lacks=pin.lacks if pin else None,
+        not_loaded=tuple(name for name in _AFD_PATCHES if name not in sys.modules),
+        model=_afd_model(),
+    )
+
+
+class _Mapping:
+    """Reads entries of a mapping that may be missing; one of another type is noted, and read as None."""
+
+    def __init__(self, path: str, values: Mapping[str, Any] | None, unread: list[str]) -> None:
+        self.path, self._values, self._unread = path, values or {}, unread
+
+    def read(self, name: str, kind: type, absent: Any) -> Any:
+        value = self._values.get(name, absent)
+        if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+            return value
+        self._unread.append(f"{self.path}.{name}")
+        return None
+
+
+def _afd_model() -> str | None:
+    """What vLLM makes a model of that has DeepSeek-V4's architecture as afd-plugin names it.
+
+    `vllm/model_executor/models/registry.py:ModelRegistry`; a class by name is imported only where a model is made.
+    """
+    registry = getattr(sys.modules.get("vllm.model_executor.models.registry"), "ModelRegistry", None)
+    found = getattr(registry, "models", {}).get(_AFD_ARCHITECTURE)
+    if found is None:
+        return None
+    cls = getattr(found, "model_cls", None)  # of a class that was registered itself
+    if cls is not None:
+        return f"{cls.__module__}:{cls.__qualname__}"
+    return f"{getattr(found, 'module_name', None)}:{getattr(found, 'class_name', None)}"
+
+
+def _ubatches(parallel: _Reader, afd: AfdFacts | None) -> Any:
+    """vLLM's own, or the stages of the asynchronous connector, which refuses vLLM's."""
+    found = parallel.read("num_ubatches", int)
+    return found if afd is None or found is None else max(found, afd.stages or 1)
 
 
 def _kv_transfer(config: _Reader, cache: _Reader) -> str | None:

@@ -206,7 +206,9 @@ def test_the_readme_documents_every_setting_in_order_with_its_default():
         "slots": str(Settings().slots),
         "drafts": "as many as vLLM drafts",
         "fence_timeout_s": str(Settings().fence_timeout_s),
+        "audit": "where the log is at level DEBUG",
     }
+    assert (Settings().drafts, Settings().audit) == (None, None)
     assert re.findall(r"`(\w+)`", table["mode"][0]) == [mode.value for mode in Mode]
 
 

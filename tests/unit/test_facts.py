@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -97,7 +98,8 @@ def test_everything_is_read_from_its_place(ascend):
     assert (facts.device, facts.overlap, facts.native_tail) == ("A3", True, False)
     assert facts.geometry is not None
     assert facts.geometry.compress_ratios == (0, 4, 128)
-    assert (facts.afd_role, facts.dsa_context_parallel) == ("attention", True)
+    assert facts.afd is not None
+    assert (facts.afd.role, facts.dsa_context_parallel) == ("attention", True)
     assert (facts.speculative_method, facts.speculative_tokens) == ("mtp", 2)
     assert (facts.async_scheduling, facts.prefix_caching, facts.graphs) == (True, False, "NONE")
     assert (facts.max_num_seqs, facts.max_num_batched_tokens, facts.block_size) == (4, 2048, 128)
@@ -185,13 +187,100 @@ def test_a_stack_without_ascends_modules_is_unread_and_nothing_is_imported(monke
     [
         ({"role": "ffn"}, "ffn"),
         ({"afd_role": "attention"}, "attention"),
-        ({"connector": "x"}, "None"),
+        ({"connector": "x"}, "attention"),  # afd-plugin's default
+        ({"role": 3}, "3"),
         ("attention", "attention"),
-        (None, None),
     ],
 )
 def test_the_afd_role_is_read_under_both_names_and_an_unreadable_one_is_none_that_works(afd, role, ascend):
-    assert read(configuration(afd=afd), ascend).afd_role == role
+    found = read(configuration(afd=afd), ascend).afd
+    assert found is not None
+    assert found.role == role
+    assert read(configuration(afd=None), ascend).afd is None
+
+
+def test_the_connector_and_its_stages_are_read_under_afd_plugins_names_and_defaults(ascend):
+    def afd(**values: Any) -> Any:
+        return read(configuration(afd=values), ascend)
+
+    extra = {"async_moe_ubatching": True, "async_moe_split": "token"}
+    whole = afd(afd_connector="CAMAsyncAFDConnector", connector_extra_config=extra, **{"async": True})
+    assert (whole.afd.connector, whole.afd.asynchronous) == ("CAMAsyncAFDConnector", True)
+    assert (whole.afd.stages, whole.afd.split, whole.ubatches) == (2, "token", 2)
+    plain = afd(connector="CAMAsyncAFDConnector", async_dp=False)
+    assert (plain.afd.stages, plain.afd.split, plain.afd.asynchronous, plain.ubatches) == (1, "request", False, 1)
+    assert afd().afd.connector == "P2pNcclAFDConnector"
+    other = afd(connector="CAMP2pAFDConnector", connector_extra_config={"core_num": 4})
+    assert (other.afd.connector, other.ubatches, other.unread) == ("CAMP2pAFDConnector", 1, ())
+
+
+@pytest.mark.parametrize(
+    ("afd", "path"),
+    [
+        ({"async": "yes"}, "async"),
+        ({"connector_extra_config": 3}, "connector_extra_config"),
+        ({"connector_extra_config": {"async_moe_ubatching": 1}}, "connector_extra_config.async_moe_ubatching"),
+        (
+            {"connector_extra_config": {"async_moe_ubatching": True, "async_moe_num_ubatches": "2"}},
+            "connector_extra_config.async_moe_num_ubatches",
+        ),
+    ],
+)
+def test_a_setting_of_afd_plugin_of_another_type_is_named_and_not_guessed(afd, path, ascend):
+    facts = read(configuration(afd={"connector": "CAMAsyncAFDConnector", **afd}), ascend)
+    assert facts.unread == (f'additional_config["afd"].{path}',)
+
+
+def test_the_installed_afd_plugin_decides_on_the_adapter_and_is_told(ascend):
+    pair = replace(STACK, vllm="0.26.0", vllm_ascend="0.1", vllm_ascend_commit="80d8c194f")
+    afd = {"role": "attention", "connector": "CAMP2pAFDConnector"}
+
+    def found(commit: str | None, version: str | None = "of no version", stack: InstalledStack = pair) -> Any:
+        vllm_config = configuration(afd=afd)
+        ascend.vllm_config = vllm_config
+        return facts_from(vllm_config, NPUPlatform, replace(stack, afd_plugin=version, afd_plugin_commit=commit), HOLDS)
+
+    right = found("85e826ed8239dd9d8032375bb84a56116e24f0e0")
+    assert (right.afd.pin, right.afd.lacks) == ("afd-plugin-85e826e", None)
+    assert str(right.worker_class).endswith("afd_85e826e.worker.AfdDsv4AttentionWorker")
+    assert "afd" in right.covers
+    for commit in ("2f4f462", "044464a", "2e4378f"):
+        old = found(commit)
+        assert (old.afd.pin, old.worker_class, old.covers) == (f"afd-plugin-{commit}", None, frozenset())
+        assert "registers no DeepSeek-V4" in str(old.afd.lacks)
+    unknown = found("03b57b3")
+    assert (unknown.afd.pin, unknown.afd.plugin, unknown.worker_class) == (None, "commit 03b57b3", None)
+    assert found(None).afd.plugin == "commit unknown"
+    assert found(None, None).afd.plugin is None
+    assert found("85e826e", stack=STACK).worker_class is None  # it was not made for that vllm-ascend
+
+
+def test_what_of_afd_plugin_is_not_in_the_process_is_named_and_the_registered_model_is_told(ascend, monkeypatch):
+    afd = {"role": "attention"}
+    patches = [
+        f"afd_plugin.compat.patches.{name}"
+        for name in ("async_dp_engine", "async_dp_forward_context", "config_validation", "engine_core")
+    ]
+    facts = read(configuration(afd=afd), ascend)
+    assert facts.afd is not None
+    assert list(facts.afd.not_loaded) == patches
+    assert facts.afd.model is None or "vllm.model_executor.models.registry" in sys.modules
+    for name in patches[:-1]:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    registry = ModuleType("vllm.model_executor.models.registry")
+    lazy = SimpleNamespace(module_name="afd_plugin.model_executor.models.deepseek_v4", class_name="Some")
+    registry.ModelRegistry = SimpleNamespace(models={"AFDDeepseekV4ForCausalLM": lazy})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    facts = read(configuration(afd=afd), ascend)
+    assert facts.afd is not None
+    assert (facts.afd.not_loaded, facts.afd.model) == (
+        (patches[-1],),
+        "afd_plugin.model_executor.models.deepseek_v4:Some",
+    )
+    registry.ModelRegistry.models["AFDDeepseekV4ForCausalLM"] = SimpleNamespace(model_cls=HfConfig)  # type: ignore[attr-defined]
+    facts = read(configuration(afd=afd), ascend)
+    assert facts.afd is not None
+    assert facts.afd.model == f"{HfConfig.__module__}:HfConfig"
 
 
 def test_a_connector_and_offloading_both_move_kv(ascend):

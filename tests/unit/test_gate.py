@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from afd_dsv4 import gate
 from afd_dsv4.config import Mode, Settings
-from afd_dsv4.gate import COVERABLE, Decision, EngineFacts, decide
+from afd_dsv4.gate import COVERABLE, AfdFacts, Decision, EngineFacts, decide
 from afd_dsv4.geometry import ModelGeometry, preset
 
 WORKER = "afd_dsv4.compat.adapters.example.AfdDsv4Worker"
@@ -29,7 +29,7 @@ PLAIN = EngineFacts(
     model_type="deepseek_v4",
     geometry=preset("flash"),
     geometry_error=None,
-    afd_role=None,
+    afd=None,
     worker_cls="vllm_ascend.worker.worker.NPUWorker",
     kv_transfer=None,
     prefix_caching=False,
@@ -54,6 +54,21 @@ PLAIN = EngineFacts(
     block_size=128,
 )
 COLOCATED = Settings(Mode.COLOCATED)
+#: The Attention role with the asynchronous connector in two stages, and a model that somebody has made for it.
+ATTENTION = AfdFacts(
+    role="attention",
+    connector="CAMAsyncAFDConnector",
+    asynchronous=True,
+    stages=2,
+    split="token",
+    plugin="commit 85e826e",
+    pin="afd-plugin-85e826e",
+    lacks=None,
+    not_loaded=(),
+    model="somebody.models:DeepseekV4",
+)
+FFN = replace(ATTENTION, role="ffn")
+COVERED = frozenset({gate.AFD, gate.UBATCHES})
 
 #: What is changed, and what the one reason must say: what was asked, what was found, what to do.
 ALONE = {
@@ -106,7 +121,7 @@ ALONE = {
         ("graph mode", "SOME"),
     ),
     "uBatches": ({"ubatches": 2}, ("uBatches", "2", "--enable-dbo")),
-    "AFD role": ({"afd_role": "attention"}, ("mode 'colocated'", "'attention'", "mode 'afd'")),
+    "AFD role": ({"afd": ATTENTION}, ("mode 'colocated'", "'attention'", "mode 'afd'")),
 }
 
 
@@ -145,7 +160,7 @@ def test_what_nobody_could_read_is_a_reason_by_name(field):
 
 def test_every_fact_that_may_be_unknown_is_either_required_or_none_by_nature():
     optional = {field.name for field in fields(EngineFacts) if "None" in str(field.type)}
-    by_nature = {"afd_role", "kv_transfer", "scheduler_cls", "speculative_method"}
+    by_nature = {"afd", "kv_transfer", "scheduler_cls", "speculative_method"}
     elsewhere = {"stack_name", "worker_class", "geometry", "geometry_error"}
     assert optional - by_nature - elsewhere == set(gate._REQUIRED)
 
@@ -196,16 +211,95 @@ def test_afd_without_the_afd_plugin_is_refused():
 
 
 def test_afd_on_the_ffn_side_is_off_and_no_refusal():
-    decision = decide(Settings(Mode.AFD), replace(PLAIN, afd_role="ffn", device="A5", kv_transfer="X"))
+    decision = decide(Settings(Mode.AFD), replace(PLAIN, afd=FFN, device="A5", kv_transfer="X"))
     assert (decision.active, decision.refused) == (False, False)
     assert "'ffn'" in decision.reasons[0]
 
 
 def test_afd_on_the_attention_side_needs_an_adapter_that_covers_it():
-    (reason,) = refused(Settings(Mode.AFD), afd_role="attention")
+    (reason,) = refused(Settings(Mode.AFD), afd=ATTENTION)
     assert "does not cover" in reason
-    facts = replace(PLAIN, afd_role="attention", covers=frozenset({gate.AFD}))
+    facts = replace(PLAIN, afd=ATTENTION, ubatches=2, covers=COVERED)
+    decision = decide(Settings(Mode.AFD), facts)
+    assert decision.active
+    assert decision.reasons == ("AFD role 'attention' with CAMAsyncAFDConnector, 2 uBatches",)
+
+
+P2P = replace(ATTENTION, connector="CAMP2pAFDConnector", asynchronous=False, stages=1, split="request")
+#: What is changed of AFD, what of the engine, and what the one reason must say.
+AFD_ALONE = {
+    "not installed": (
+        {"plugin": None, "pin": None},
+        {"worker_class": None, "covers": frozenset()},
+        ("afd-plugin", "not installed", "85e826e"),
+    ),
+    "unknown commit": (
+        {"plugin": "commit 03b57b3", "pin": None},
+        {"worker_class": None, "covers": frozenset()},
+        ("afd-plugin", "commit 03b57b3", "no commit that is known", "85e826e"),
+    ),
+    "old commit": (
+        {"plugin": "commit 2e4378f", "pin": "afd-plugin-2e4378f", "lacks": "it registers no DeepSeek-V4"},
+        {"worker_class": None, "covers": frozenset()},
+        ("afd-plugin", "commit 2e4378f", "registers no DeepSeek-V4", "85e826e"),
+    ),
+    "not loaded": ({"not_loaded": ("afd_plugin.x",)}, {}, ("afd-plugin", "afd_plugin.x not loaded", "VLLM_PLUGINS")),
+    "CUDA-only model": (
+        {"model": gate.CUDA_ONLY},
+        {},
+        ("AFD model", "every device but CUDA", "with or without this plugin"),
+    ),
+    "no model": ({"model": None}, {}, ("AFD model", "no class is registered")),
+    "P2pNccl": (
+        {"connector": "P2pNcclAFDConnector"},
+        {},
+        ("AFD connector", "P2pNccl", "CAMAsyncAFDConnector or CAMP2p"),
+    ),
+    "unheard-of connector": ({"connector": "Some"}, {}, ("AFD connector", "Some", "CAMAsyncAFDConnector or CAMP2p")),
+    "not asynchronous": ({"asynchronous": False}, {}, ("CAMAsyncAFDConnector", "async is false", "to true")),
+    "three stages": ({"stages": 3}, {}, ("async_moe_num_ubatches", "3", "set it to 2")),
+    "another split": ({"split": "layer"}, {}, ("async_moe_split", "layer", "'request' or 'token'")),
+    "PCP": ({}, {"prefill_context_parallel": 2}, ("prefill context", "2", "--prefill-context-parallel-size 1")),
+    "prefix caching": ({}, {"prefix_caching": True}, ("prefix caching", "--no-enable-prefix-caching")),
+    "drafts": (
+        {},
+        {"speculative_method": "mtp", "speculative_tokens": 1},
+        ("speculative decoding", "mtp", "does not cover"),
+    ),
+    "graphs": ({}, {"graphs": "FULL_DECODE_ONLY"}, ("graph mode", "FULL_DECODE_ONLY", "--enforce-eager")),
+    "overlap": ({}, {"overlap": True}, ("overlap", "multistream_dsv4_dsa_overlap")),
+    "another worker": ({}, {"worker_cls": "my.Worker"}, ("worker class", "my.Worker", "AFDNPUAttentionWorker")),
+}
+
+
+@pytest.mark.parametrize("name", AFD_ALONE)
+def test_each_obstacle_to_afd_alone_is_the_one_reason_and_says_what_was_found_and_what_to_do(name):
+    afd, engine, words = AFD_ALONE[name]
+    (reason,) = refused(Settings(Mode.AFD), **({"covers": COVERED} | engine | {"afd": replace(ATTENTION, **afd)}))
+    assert all(word in reason for word in words), reason
+    assert "\n" not in reason
+
+
+@pytest.mark.parametrize("worker", [gate.NATIVE_WORKER, gate.AFD_WORKER, WORKER])
+@pytest.mark.parametrize(
+    ("afd", "ubatches"),
+    [(ATTENTION, 2), (replace(ATTENTION, stages=1), 1), (replace(ATTENTION, split="request"), 2), (P2P, 0), (P2P, 2)],
+)
+def test_both_connectors_are_followed_cut_or_whole_with_afd_plugins_worker_or_vllm_ascends(afd, ubatches, worker):
+    facts = replace(PLAIN, afd=afd, ubatches=ubatches, worker_cls=worker, covers=COVERED)
     assert decide(Settings(Mode.AFD), facts).active
+
+
+def test_afd_plugins_worker_is_none_that_a_colocated_one_may_stand_in_for():
+    (reason,) = refused(worker_cls=gate.AFD_WORKER)
+    assert reason.startswith("worker class")
+
+
+def test_dbo_in_more_than_two_and_fewer_slots_than_stages_are_refused():
+    (reason,) = refused(Settings(Mode.AFD, slots=4), afd=P2P, ubatches=4, covers=COVERED)
+    assert reason.startswith("uBatches: 4")
+    (reason,) = refused(Settings(Mode.AFD, slots=1), afd=ATTENTION, ubatches=2, covers=COVERED)
+    assert "setting slots: 1 for 2 uBatches" in reason
 
 
 def test_drafts_come_from_the_speculative_configuration_unless_given():
@@ -272,13 +366,13 @@ def test_a_decision_cannot_be_active_and_refused_or_active_with_nothing_to_work_
     names=st.lists(st.sampled_from(sorted(ALONE)), max_size=4),
     covers=st.frozensets(st.sampled_from(sorted(COVERABLE))),
     mode=st.sampled_from(list(Mode)),
-    role=st.sampled_from([None, "attention", "ffn"]),
+    afd=st.sampled_from([None, ATTENTION, FFN, replace(ATTENTION, pin=None), replace(P2P, model=gate.CUDA_ONLY)]),
 )
-def test_it_is_never_on_with_an_objection_and_never_refused_without_one(names, covers, mode, role):
+def test_it_is_never_on_with_an_objection_and_never_refused_without_one(names, covers, mode, afd):
     changes: dict[str, object] = {}
     for name in names:
         changes |= ALONE[name][0]
-    facts = replace(PLAIN, **(changes | {"covers": covers, "afd_role": role}))  # type: ignore[arg-type]
+    facts = replace(PLAIN, **(changes | {"covers": covers, "afd": afd}))  # type: ignore[arg-type]
     settings = Settings(mode)
     decision = decide(settings, facts)
     against = tuple(gate.objections(settings, facts))
@@ -286,6 +380,6 @@ def test_it_is_never_on_with_an_objection_and_never_refused_without_one(names, c
         assert not against
     if decision.refused:
         assert decision.reasons == against
-    if mode is Mode.OFF or (mode is Mode.AFD and role == "ffn"):
+    if mode is Mode.OFF or (mode is Mode.AFD and afd is FFN):
         assert not decision.active
         assert not decision.refused

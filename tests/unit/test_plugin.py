@@ -33,7 +33,7 @@ def fresh_state(monkeypatch):
     monkeypatch.setattr(plugin, "_state", None)
     monkeypatch.setattr(plugin, "_reported", set())
     monkeypatch.setattr(stacks, "installed", lambda: STACK)
-    monkeypatch.setattr(contract, "verify", lambda _: HOLDS)
+    monkeypatch.setattr(contract, "verify", lambda _, afd=False: HOLDS)
     monkeypatch.delitem(ADAPTERS, STACK.name)
     for variable in (CONFIG_VARIABLE, MODE_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
@@ -333,7 +333,7 @@ def test_a_mode_that_is_refused_is_one_warning_with_every_reason_and_native_code
 
 def test_a_stack_that_is_not_as_recorded_is_refused_and_named(vllm, adapter, log, monkeypatch):
     drift = contract.Drift("vllm:f", contract.DriftKind.BODY, "", "another body", "used", "consequence")
-    monkeypatch.setattr(contract, "verify", lambda _: contract.Verdict(True, (drift,), STACK.name))
+    monkeypatch.setattr(contract, "verify", lambda _, afd=False: contract.Verdict(True, (drift,), STACK.name))
     plugin.register()
     assert worker_of(vllm.configure(afd_dsv4={"mode": "colocated"})) == gate.NATIVE_WORKER
     assert "1 differences from what was recorded, such as: vllm:f: edited body: another body" in log.text

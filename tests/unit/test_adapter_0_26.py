@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
-"""The adapter of (vllm 0.26.0, vllm-ascend 80d8c194f), held against the recorded contract: no checkout is needed.
+"""The adapters of (vllm 0.26.0, vllm-ascend 80d8c194f), held against the recorded contracts: no checkout is needed.
 
 Whatever the adapter's sources override, call behind themselves, import or read of the stack's own objects must be a
 symbol of the contract, because only then does drift in it refuse the stack. The sources are read, nothing is imported.
@@ -11,34 +11,56 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TypeGuard
 
 import pytest
 
-from afd_dsv4.compat.adapters import ADAPTERS, worker_class
+from afd_dsv4.compat.adapters import ADAPTERS, full_name, worker_class
 from afd_dsv4.compat.contract import Contract, differences, load
-from afd_dsv4.compat.stack import name_of
+from afd_dsv4.compat.stack import AFD_PACKAGE, afd_pin, name_of
+from afd_dsv4.compat.stack import PACKAGES as STACK_PACKAGES
 from afd_dsv4.geometry import page_layout
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = (*STACK_PACKAGES, AFD_PACKAGE)
 STACK, SHARED = "vllm-ascend-80d8c194f", "vllm-ascend-0.23.0"
+PIN = "afd-plugin-85e826e"
 SOURCES = [
     ROOT / "compat" / "adapters" / folder / f"{module}.py"
     for folder, modules in (
         ("vllm_0_23_0_ascend_0_23_0", ("worker", "runner", "launches")),
         ("vllm_0_26_0_ascend_80d8c194f", ("worker",)),
+        ("vllm_0_26_0_ascend_80d8c194f_afd_85e826e", ("worker", "runner", "connectors")),
     )
     for module in modules
 ]
-#: Where the attributes of an object of each native class are recorded.
+_WORKERS = ("vllm_ascend.worker.worker:NPUWorker", "vllm.v1.worker.worker_base:WorkerBase")
+_RUNNERS = (
+    "vllm_ascend.worker.model_runner_v1:NPUModelRunner",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+)
+_CAM = "afd_plugin.connectors.npu.async_cam:CAMAsyncAFDConnector"
+#: Where the attributes of an object of each native class, or of a mixin for it, are recorded.
 HOMES = {
-    "NPUWorker": ("vllm_ascend.worker.worker:NPUWorker", "vllm.v1.worker.worker_base:WorkerBase"),
-    "NPUModelRunner": (
-        "vllm_ascend.worker.model_runner_v1:NPUModelRunner",
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+    "NPUWorker": _WORKERS,
+    "WorkerMixin": _WORKERS,
+    "AFDNPUAttentionWorker": ("afd_plugin.v1.worker.npu.attention_worker:AFDNPUAttentionWorker", *_WORKERS),
+    "NPUModelRunner": _RUNNERS,
+    "RunnerMixin": _RUNNERS,
+    "AFDNPUAttentionModelRunner": (
+        "afd_plugin.v1.worker.npu.attention_model_runner:AFDNPUAttentionModelRunner",
+        *_RUNNERS,
     ),
+    "WatchedMixin": (_CAM,),
+    "CAMAsyncAFDConnector": (_CAM,),
+    "CAMP2pAFDConnector": ("afd_plugin.connectors.npu.camp2p:CAMP2pAFDConnector",),
 }
+#: Of other objects: `AscendUBatchWrapper` is the model's, whose thread's turn is watched.
+ELSEWHERE = {"_run_ubatch_thread": "afd_plugin.v1.worker.npu.npu_ubatch_wrapper:AscendUBatchWrapper"}
+#: What a native method whose body is recorded reads, too.
+READ_BY_RECORDED = {("AFDNPUAttentionWorker", "vllm_config")}
 #: The stack's objects that the adapter's functions are handed, by the name of the variable.
 HANDED = {
     "scheduler_output": "vllm.v1.core.sched.output:SchedulerOutput",
@@ -46,6 +68,8 @@ HANDED = {
     "descriptor": "vllm.forward_context:BatchDescriptor",
     "entry": "vllm_ascend.compilation.acl_graph:ACLGraphEntry",
 }
+#: The same in a connector.
+TRANSFERRED = {"context": "afd_plugin.connectors.metadata:AFDTransferContext"}
 #: It writes lines into the log; were it moved, the import would say so.
 HARMLESS = {"vllm.logger:logger"}
 
@@ -57,12 +81,35 @@ def contract() -> Contract:
     return found
 
 
+@pytest.fixture(scope="module")
+def both(contract: Contract) -> Contract:
+    """The contracts of the stack and of afd-plugin, as one."""
+    found = load(PIN)
+    assert found is not None
+    return Contract("both", {}, {}, contract.symbols | found.symbols)
+
+
 def classes(source: str) -> Iterator[tuple[ast.ClassDef, str]]:
-    """The classes that derive from a native one, with its name."""
+    """The classes that derive from a native one, or that come before one as a mixin, with its name."""
     for node in ast.walk(ast.parse(source)):
-        for base in node.bases if isinstance(node, ast.ClassDef) else ():
-            if isinstance(base, ast.Name) and base.id in HOMES:
-                yield node, base.id
+        if isinstance(node, ast.ClassDef):
+            bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in HOMES]
+            if node.name.endswith("Mixin"):
+                bases = [node.name]
+            if bases:
+                yield node, bases[-1]
+
+
+@cache
+def of_mixins() -> frozenset[str]:
+    """What our mixins define, which classes behind them use."""
+    return frozenset(
+        name
+        for path in SOURCES
+        for node, _ in classes(path.read_text())
+        if node.name.endswith("Mixin")
+        for name in own_names(node)
+    )
 
 
 def own_names(node: ast.ClassDef) -> set[str]:
@@ -86,15 +133,21 @@ def needs(source: str) -> set[str]:
     found: set[str] = set()
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("vllm", "vllm_ascend"):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PACKAGES:
             found |= {f"{node.module}:{alias.name}" for alias in node.names}
     for node, native in classes(source):
-        own = own_names(node)
+        own = own_names(node) | of_mixins()
         for child in ast.walk(node):
             if not isinstance(child, ast.Attribute):
                 continue
             behind = ast.unparse(child.value)
-            if behind == "super()" or (behind == "self" and child.attr not in own):
+            if (native, child.attr) in READ_BY_RECORDED:
+                continue
+            if child.attr in ELSEWHERE:
+                found.add(f"{ELSEWHERE[child.attr]}.{child.attr}")
+            elif (behind == "super()" and child.attr not in of_mixins()) or (
+                behind in ("self", "super()") and child.attr not in own
+            ):
                 found.add("|".join(f"{home}.{child.attr}" for home in HOMES[native]))
     return found - HARMLESS
 
@@ -103,12 +156,12 @@ def missing(source: str, contract: Contract) -> list[str]:
     return sorted(need for need in needs(source) if not contract.symbols.keys() & set(need.split("|")))
 
 
-def fields(source: str) -> set[tuple[str, str]]:
+def fields(source: str, handed: dict[str, str]) -> set[tuple[str, str]]:
     """Attributes of what the adapter is handed, as (class, attribute)."""
     return {
-        (HANDED[node.value.id], node.attr)
+        (handed[node.value.id], node.attr)
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in HANDED
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in handed
     } - {(HANDED["context"], "items")}  # of a dictionary that has the same name elsewhere
 
 
@@ -123,18 +176,23 @@ def refused_calls(source: str, contract: Contract) -> list[str]:
             names = [arg.arg for arg in method.args.args]
             native_names = [name for name, *_ in entry["parameters"]]
             anything = method.args.vararg is not None and method.args.kwarg is not None
+            if method.args.kwarg and not anything:
+                names.append(method.args.kwarg.arg)
             if names != (native_names[: len(names)] if anything else native_names):
                 found.append(f"{method.name}({', '.join(names)}) for {', '.join(native_names)}")
     return found
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_all_that_the_adapter_relies_on_is_in_the_contract(path: Path, contract: Contract) -> None:
+def test_all_that_the_adapter_relies_on_is_in_the_contract(path: Path, contract: Contract, both: Contract) -> None:
     source = path.read_text()
-    assert missing(source, contract) == []
-    assert refused_calls(source, contract) == []
-    for target, field in fields(source):
-        entry = contract.symbols[target]
+    held = both if "_afd_" in path.parent.name else contract
+    assert missing(source, held) == []
+    assert refused_calls(source, held) == []
+    assert list(classes(source)) or path.stem == "launches" or path.parent.name == "vllm_0_26_0_ascend_80d8c194f"
+    handed = HANDED | (TRANSFERRED if path.stem == "connectors" else {})
+    for target, field in fields(source, handed):
+        entry = held.symbols[target]
         assert field in [name for name, *_ in entry["fields"]], f"{target} has no {field}"
 
 
@@ -152,6 +210,21 @@ class Runner(NPUModelRunner):
     ]
 
 
+def test_the_check_sees_into_mixins_and_into_classes_of_afd_plugin(both: Contract) -> None:
+    planted = """
+from afd_plugin.connectors.factory import unheard_of
+class RunnerMixin(object):
+    def execute_model(self, other): return super()._unrecorded()
+class Runner(RunnerMixin, AFDNPUAttentionModelRunner):
+    def shutdown(self): return self.also_unrecorded
+"""
+    found = missing(planted, both)
+    assert {re.split(r"[.:]", need)[-1] for need in found} == {"_unrecorded", "also_unrecorded", "unheard_of"}
+    assert refused_calls(planted, both) == [
+        "execute_model(self, other) for self, scheduler_output, intermediate_tensors"
+    ]
+
+
 def test_keywords_that_the_adapter_reads_are_parameters_of_the_native_method(contract: Contract) -> None:
     source = (ROOT / "compat/adapters/vllm_0_23_0_ascend_0_23_0/runner.py").read_text()
     read = set(re.findall(r'kwargs(?:\.get\(|\[)"(\w+)"', source))
@@ -161,7 +234,11 @@ def test_keywords_that_the_adapter_reads_are_parameters_of_the_native_method(con
 
 
 def test_an_adapter_is_found_for_exact_tuples_only() -> None:
-    assert set(ADAPTERS) == {SHARED, STACK}
+    assert set(ADAPTERS) == {SHARED, STACK, f"{STACK}+{PIN}"}
+    pin = afd_pin("85e826ed8239dd9d8032375bb84a56116e24f0e0")
+    assert full_name(STACK, pin) == f"{STACK}+{PIN}"
+    assert full_name(SHARED, pin) is None
+    assert worker_class(full_name(STACK, afd_pin("2e4378f"))) is None
     whole = "80d8c194f7584b17fe08065ea99a130916f6b0e7"
     assert worker_class(name_of("0.26.0", "0.19.1rc2.dev1304+g80d8c194f", whole)) == ADAPTERS[STACK].worker
     for vllm, commit in (("0.26.0", None), ("0.26.0", "cf0baa38d"), ("0.26.1", whole), ("0.23.0", whole)):

@@ -8,17 +8,17 @@ Way: methods are overridden, and each calls its original. What the scheduler say
 `_update_states`; the chunks are read in `_build_attention_metadata`, where the batch has its final order and, for
 models with compressors, the positions on the host have been corrected for rejected drafts (execute_model,
 `use_compress`); `_model_forward` begins, launches and ends. State layers give no KV-cache spec, so vLLM plans no blocks
-for them.
+for them. All of it is a mixin, for runners that derive from vllm-ascend's own.
 Not here: sampling and drafting, whose layers own no compressor; the arithmetic of a step (`execution/step.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from vllm.config import CUDAGraphMode
@@ -31,12 +31,14 @@ from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
 from afd_dsv4.compat.adapters.vllm_0_23_0_ascend_0_23_0.launches import Launches, captured_chunks
 from afd_dsv4.compat.contract import verify
-from afd_dsv4.compat.stack import installed
+from afd_dsv4.compat.stack import InstalledStack, installed
 from afd_dsv4.compressor.stock import StockRuntime
 from afd_dsv4.config import Settings, read
 from afd_dsv4.execution.step import Steps
 from afd_dsv4.geometry import CompressorKind, ModelGeometry, from_hf_config, page_layout
 from afd_dsv4.tail.tables import RequestChunk, RequestId
+
+_Native: Final[Any] = object  # a mixin: what follows it in the order of bases is `NPUModelRunner`
 
 
 class _Replay:
@@ -50,8 +52,8 @@ class _Replay:
         self.output = self._run()
 
 
-class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
-    """See the module.
+class RunnerMixin(_Native):  # type: ignore[misc]  # untyped
+    """See the module. It comes before `NPUModelRunner` among the bases.
 
     Attributes:
         tails: the runtime; None until the model is loaded.
@@ -68,6 +70,7 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
         """Load the model, then take the memory of all tails and workspace slots, and count it as the model's."""
         super().load_model()
         settings = read(self.vllm_config.additional_config, {})  # the front end has put all it read there
+        stack = installed()
         hf_config = self.model_config.hf_config
         geometry = from_hf_config(hf_config.to_dict(), str(self.model_config.model))
         layers = self._state_layers()
@@ -81,12 +84,12 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
         self._graphs: dict[int, Any] = {}  # what every captured number of tokens stands for
         operators: Any = torch.ops._C_ascend
         self.launches = Launches(operators.compressor, places.values(), self.device)
-        self.tails = self._allocate(geometry, settings, self.launches)
+        self.tails = self._allocate(geometry, settings, self.launches, stack)
         self._stand_ins = dict.fromkeys(layers, self.launches.metadata)
         for name, layer in layers.items():
             layer.kv_cache = [self.launches.states[places[name]]]
         self.model_memory_usage += self.tail_bytes
-        self.launches.bind(verify(installed()))
+        self.launches.bind(verify(stack))
         logger.info("afd-dsv4: %d compressors keep their tails in %d bytes", len(layers), self.tail_bytes)
 
     @property
@@ -97,12 +100,13 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
         found = self.tails.allocated()
         return found.tails_and_spares + found.lists + found.tables + found.staging
 
-    def _allocate(self, geometry: ModelGeometry, settings: Settings, launches: Launches) -> StockRuntime:
+    def _allocate(
+        self, geometry: ModelGeometry, settings: Settings, launches: Launches, stack: InstalledStack
+    ) -> StockRuntime:
         speculative = self.vllm_config.speculative_config
         drafts = speculative.num_speculative_tokens if speculative is not None else 0
         most = self.scheduler_config.max_num_seqs * (1 + drafts)
         full = self.compilation_config.cudagraph_mode.has_full_cudagraphs()
-        stack = installed()
         if stack.name is None:
             raise RuntimeError(f"the sizes of pages are known of recorded stacks, and this is {stack}")
         return StockRuntime(
@@ -185,8 +189,13 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
                 kwargs["num_scheduled_tokens_np"][:requests].tolist(),
                 self._drafts,
             )
-        metadata.update(self._stand_ins)
+        for layers in self._by_layer(metadata):
+            layers.update(self._stand_ins)
         return metadata, draft_metadata
+
+    def _by_layer(self, metadata: Any) -> Iterable[dict[str, Any]]:
+        """Every mapping from a layer to its metadata that this step has."""
+        return (metadata,)
 
     def _end_tails(self, requests: Iterable[RequestId]) -> None:
         assert self.tails is not None
@@ -210,7 +219,7 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
         run = partial(super()._model_forward, *args, **kwargs)
         chunks, self._chunks = self._chunks, None
         context: Any = get_forward_context()
-        metadata = next(iter(context.attn_metadata.values()), None) if context.attn_metadata else None
+        metadata = self._one_of(context.attn_metadata)
         if metadata is None and chunks:
             raise RuntimeError(
                 f"a forward of {len(chunks)} requests has no attention metadata; their rows would be lost. Report it"
@@ -218,27 +227,41 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
         graph, captured = self._graph(context)
         if metadata is None or (chunks is None and graph is None):
             return run()
+        if graph is None:
+            return self._run(run, chunks or (), context)
         generation = tails.mint()
         try:
-            if graph is not None and not captured:
+            if not captured:
                 shape = captured_chunks(metadata.num_decodes, metadata.num_decode_tokens)
                 with (
                     tails.capture(graph, shape, generation=generation) as execution,
                     launches.of([execution], [len(shape)]),
                 ):
                     return run()
-            if graph is not None:
-                replay = _Replay(run)
-                with tails.begin_replay(graph, chunks or (), generation=generation) as execution:
-                    execution.replay(replay)
-                return replay.output
+            replay = _Replay(run)
+            with tails.begin_replay(graph, chunks or (), generation=generation) as execution:
+                execution.replay(replay)
+            return replay.output
+        finally:
+            tails.end_forward(generation)
+
+    def _one_of(self, metadata: Any) -> Any:
+        """The metadata of one attention layer, None where there is none."""
+        return next(iter(metadata.values()), None) if metadata else None
+
+    def _run(self, run: Callable[[], Any], chunks: Sequence[RequestChunk], context: Any) -> Any:
+        """An eager forward with requests: begin, launch, end."""
+        assert self.launches is not None
+        assert self.tails is not None
+        generation = self.tails.mint()
+        try:
             with (
-                tails.begin(chunks or (), generation=generation) as execution,
-                launches.of([execution], [metadata.num_decodes]),
+                self.tails.begin(chunks, generation=generation) as execution,
+                self.launches.of([execution], [self._one_of(context.attn_metadata).num_decodes]),
             ):
                 return run()
         finally:
-            tails.end_forward(generation)
+            self.tails.end_forward(generation)
 
     def _refuse_after_the_end(self) -> None:
         # The operator's name may be the true operator's again, and the layers still have stand-ins for their states.
@@ -258,6 +281,10 @@ class AfdDsv4Runner(NPUModelRunner):  # type: ignore[misc]  # untyped
                 f"FULL_DECODE_ONLY, without LoRA"
             )
         return descriptor.num_tokens, entry is not None and entry.aclgraph is not None
+
+
+class AfdDsv4Runner(RunnerMixin, NPUModelRunner):  # type: ignore[misc]  # untyped
+    """See the module."""
 
 
 def _place(hf_config: Any, name: str, layer: Any, geometry: ModelGeometry) -> tuple[int, CompressorKind]:

@@ -8,7 +8,8 @@ Way: the name is patched while `init_device` runs, and only then. Tails are allo
 a measured KV size is right by itself, and so is the value that vllm-ascend's log recommends for the next start. An
 explicit one (`--kv-cache-memory-bytes`) is the KV cache's alone, as that value and the option's name have it; tails are
 beside it, and what does not fit in the device's memory then is refused. A step of the start that fails undoes ours at
-once; where the start fails outside the worker, the worker's end does (`launches.py`).
+once; where the start fails outside the worker, the worker's end does (`launches.py`). All of it is a mixin, for workers
+that derive from vllm-ascend's own.
 Not here: `num_gpu_blocks_override`, which counts blocks; what does not fit fails where it is allocated, as natively.
 """
 
@@ -18,13 +19,13 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch_npu
 from vllm.logger import logger
 from vllm_ascend.worker.worker import NPUWorker
 
-from afd_dsv4.compat.adapters.vllm_0_23_0_ascend_0_23_0.runner import AfdDsv4Runner
+from afd_dsv4.compat.adapters.vllm_0_23_0_ascend_0_23_0.runner import AfdDsv4Runner, RunnerMixin
 from afd_dsv4.compat.contract import verify
 from afd_dsv4.compat.patch import Patch, PatchSet
 from afd_dsv4.compat.stack import installed
@@ -44,17 +45,28 @@ _RUNNER: Final = PatchSet(
 )
 
 
-class AfdDsv4Worker(NPUWorker):  # type: ignore[misc]  # untyped
-    """See the module."""
+_Native: Final[Any] = object  # a mixin: what follows it in the order of bases is `NPUWorker`
+
+
+class WorkerMixin(_Native):  # type: ignore[misc]  # untyped
+    """See the module. It comes before `NPUWorker` among the bases.
+
+    Attributes:
+        patches: in place while `init_device` runs, so that the runner is of our class.
+        afd: whether they are of afd-plugin, which is to be as recorded then.
+    """
+
+    patches: ClassVar[PatchSet]
+    afd: ClassVar[bool] = False
 
     def init_device(self) -> None:
         """Make the device ready, and a runner of our class."""
-        _RUNNER.apply(verify(installed()))
+        self.patches.apply(verify(installed(), afd=self.afd))
         try:
             super().init_device()
         finally:
-            _RUNNER.undo()
-        if not isinstance(self.model_runner, AfdDsv4Runner):
+            self.patches.undo()
+        if not isinstance(self.model_runner, RunnerMixin):
             raise RuntimeError(
                 f"the worker made a {type(self.model_runner).__name__}; the plugin needs the first model runner "
                 f"(VLLM_USE_V2_MODEL_RUNNER=0)"
@@ -120,5 +132,11 @@ class AfdDsv4Worker(NPUWorker):  # type: ignore[misc]  # untyped
 
     def _close(self) -> None:
         runner = getattr(self, "model_runner", None)
-        if isinstance(runner, AfdDsv4Runner):
+        if isinstance(runner, RunnerMixin):
             runner.close_tails()
+
+
+class AfdDsv4Worker(WorkerMixin, NPUWorker):  # type: ignore[misc]  # untyped
+    """See the module."""
+
+    patches: ClassVar = _RUNNER

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""afd-plugin's connectors of the Attention role: what crosses is looked at, counted, and let go of in bounded time.
+
+Problem: a workspace tensor, or a view of one, that is handed to a connector is read by another process at a time that
+nobody here knows. What has been sent cannot be taken back. And `close` destroys process groups without waiting, may
+raise, and may hang for ever behind a receive that is pending (vllm-project/afd-plugin#251).
+Way: subclasses under the same names. Every tensor in a call, and every one that waits to be received, is checked by
+storage (`execution/boundary.py`) where that is on; the asynchronous connector tells the forward that runs what it sends
+and receives (`execution/cam.py`). `close` runs the native one in a thread and waits `CLOSE_S` for it: what it raises is
+logged, and so is that it has not come back. Either way the caller goes on, to its own memory and then to the engine.
+After a failure nothing more is handed over: the queue of what is pending is not to be trusted.
+Not here: the memory that is checked against, and which forward runs (`runner.py`); the FFN role's connectors.
+
+Contract: `connectors/base.py`, `connectors/npu/{async_cam,camp2p}.py` of vllm-project/afd-plugin at 85e826e.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from afd_plugin.connectors.factory import AFDConnectorFactory
+from afd_plugin.connectors.npu.async_cam import CAMAsyncAFDConnector
+from afd_plugin.connectors.npu.camp2p import CAMP2pAFDConnector
+from vllm.forward_context import get_forward_context
+from vllm.logger import logger
+
+from afd_dsv4.execution.cam import CamError, CamForward
+
+#: Seconds that `close` waits for the native one.
+CLOSE_S: Final = 10.0
+
+_Native: Final[Any] = object  # a mixin: what follows it in the order of bases is a connector of afd-plugin's
+
+
+class WatchedMixin(_Native):  # type: ignore[misc]  # untyped
+    """See the module. It comes before the connector among the bases.
+
+    Attributes:
+        audit: `Boundary.check`: looks at what is handed over in a call, by name; None where nothing is looked at.
+        forward: of the asynchronous connector: the one that runs; None outside live forwards.
+        refused: why nothing more is handed over; None as long as it is.
+    """
+
+    audit: Callable[[str, dict[str, Any]], None] | None = None
+    forward: CamForward[Any] | None = None
+    refused: str | None = None
+    _closing: threading.Thread | None = None
+
+    def send_attn_output(self, hidden_states: Any, context: Any, **kwargs: Any) -> None:
+        """The native one's, looked at before.
+
+        Raises:
+            BoundaryViolation: it shares memory with a tail or a workspace slot. Nothing was sent.
+            CamError: an earlier forward failed, or this one leaves its schedule. Nothing was sent.
+        """
+        self._refuse("send_attn_output")
+        self._look("send_attn_output", hidden_states=hidden_states, context=context, **kwargs)
+        if self.forward is not None:
+            self.forward.sent(int(context.metadata.layer_idx), int(context.metadata.stage_idx))
+        super().send_attn_output(hidden_states, context, **kwargs)
+        self._look("send_attn_output", context=context, pending=self._pending())
+
+    def recv_ffn_output(self, ref_tensor: Any, ubatch_idx: int = 0, **kwargs: Any) -> Any:
+        """The native one's; what comes back is looked at, too.
+
+        Raises:
+            BoundaryViolation: see `send_attn_output`.
+            CamError: an earlier forward failed, or this one receives what it has not sent.
+        """
+        self._refuse("recv_ffn_output")
+        self._look("recv_ffn_output", ref_tensor=ref_tensor, **kwargs)
+        output = super().recv_ffn_output(ref_tensor, ubatch_idx, **kwargs)
+        if self.forward is not None:
+            self.forward.received(int(ubatch_idx))
+        self._look("recv_ffn_output", output=output)
+        return output
+
+    def init_afd_connector(self) -> None:
+        """The native one's; not after a close that failed."""
+        self._refuse("init_afd_connector")
+        self._closing = None
+        super().init_afd_connector()
+
+    def close(self) -> None:
+        """The native one's, once, waited for in bounded time. Does not raise."""
+        if self._closing is not None:
+            return
+        error: list[BaseException] = []
+        native = super().close
+
+        def run() -> None:
+            try:
+                native()
+            except BaseException as raised:  # whatever it is, the engine must end
+                error.append(raised)
+
+        self._closing = threading.Thread(target=run, name="afd-dsv4-connector-close", daemon=True)
+        self._closing.start()
+        self._closing.join(CLOSE_S)
+        if self._closing.is_alive():
+            self.refused = f"its close has not come back after {CLOSE_S} s"
+            logger.error("afd-dsv4: %s: %s; the worker ends without it", type(self).__name__, self.refused)
+        elif error:
+            self.refused = f"its close failed with {type(error[0]).__name__}: {error[0]}"
+            logger.error("afd-dsv4: %s: %s", type(self).__name__, self.refused, exc_info=error[0])
+
+    def _pending(self) -> Any:
+        """What waits to be received."""
+        return ()
+
+    def _look(self, call: str, **given: Any) -> None:
+        if self.audit is not None:
+            self.audit(f"{type(self).__name__}.{call}", given)
+
+    def _refuse(self, call: str) -> None:
+        if self.refused is not None:
+            raise CamError(f"{type(self).__name__}.{call} is asked for, and {self.refused}; restart the worker")
+
+
+class AfdDsv4CAMAsyncConnector(WatchedMixin, CAMAsyncAFDConnector):  # type: ignore[misc]  # untyped
+    """See the module."""
+
+    def _pending(self) -> Any:
+        return self._pending_attention_payloads
+
+
+class AfdDsv4CAMP2pConnector(WatchedMixin, CAMP2pAFDConnector):  # type: ignore[misc]  # untyped
+    """See the module. Its calls are synchronous on the device: what it sends needs no counting."""
+
+    def _pending(self) -> Any:
+        return getattr(get_forward_context(), "cam_afdtransfer_state", None)
+
+
+#: By afd-plugin's name of the connector.
+CONNECTORS: Final = {
+    "CAMAsyncAFDConnector": AfdDsv4CAMAsyncConnector,
+    "CAMP2pAFDConnector": AfdDsv4CAMP2pConnector,
+}
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """Have afd-plugin's factory make connectors of our classes within; put back the identical entries behind."""
+    before = dict(AFDConnectorFactory._registry)
+    try:
+        for name, cls in CONNECTORS.items():
+            AFDConnectorFactory.register_connector(name, cls.__module__, cls.__name__, replace=True)
+        yield
+    finally:
+        AFDConnectorFactory._registry.update(before)

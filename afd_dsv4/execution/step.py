@@ -15,7 +15,7 @@ Not here: whether the pages may be touched (`workspace/`), what is mapped (`tail
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 
 from afd_dsv4.tail.tables import RequestChunk, RequestId
 
@@ -143,6 +143,16 @@ class Steps:
         for request, chunk in found.items():
             self._next[request] = chunk.low, chunk.end
         return tuple(found.values())
+
+    def remember(self) -> Callable[[], None]:
+        """Take down where requests may go on; what is returned puts it back. What was lost since then stays lost."""
+        known, lost = dict(self._next), dict(self._lost)
+
+        def put_back() -> None:
+            since = {request: why for request, why in self._lost.items() if request in known}
+            self._next, self._lost = dict(known), {**since, **lost}
+
+        return put_back
 
     def _drop(self, gone: Set[str]) -> tuple[RequestId, ...]:
         ended = tuple(request for request in self._next if request in gone) if gone else ()

@@ -393,6 +393,26 @@ class TailStore:
             raise UnknownRequest(f"request {request!r} has no tail ({held}); it was ended, or never planned")
         return self._seats[request]
 
+    def remember(self) -> Callable[[], None]:
+        """Take down who has which pages and goes on where; what is returned puts it back, as often as it is called.
+
+        Plans made in between are worth nothing from then on. A tail that was declared void stays void. For
+        `execution/pcp.py`, which says when this may be done.
+        """
+        seats = [(request, seat, seat.low, seat.high) for request, seat in self._seats.items()]
+        free = tuple(self._free)
+        pages = [(pool, pool.owned.copy(), pool.spare.copy(), pool.mapped.copy()) for pool in self._pools.values()]
+
+        def put_back() -> None:
+            self._seats = {request: seat for request, seat, _, _ in seats}
+            for _, seat, low, high in seats:
+                seat.low, seat.high = low, high
+            self._free = deque(free)
+            for pool, owned, spare, mapped in pages:
+                pool.owned[:], pool.spare[:], pool.mapped[:] = owned, spare, mapped
+
+        return put_back
+
     def owners(self, ratio: int) -> Int32Array:
         """Every id that somebody owns, sorted: a permutation of 1 .. pages - 1, whatever was planned."""
         pool = self._pools[ratio]

@@ -128,7 +128,11 @@ class Forward(Generic[E]):
         if self._over or ubatch in self._finished:
             return
         self._finished.add(ubatch)
-        execution.finish()
+        try:
+            execution.finish()
+        except BaseException as failed:  # its fence, where a thread may swallow that, too
+            self._errors.setdefault(ubatch, failed)
+            raise
 
     @contextmanager
     def running(self, ubatch: int) -> Iterator[E]:

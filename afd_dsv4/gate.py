@@ -22,13 +22,13 @@ from afd_dsv4.geometry import InputError, ModelGeometry, PageLayout, page_layout
 from afd_dsv4.workspace.sizing import WorkspaceSizes, size_workspace
 
 NPU_PLATFORM: Final = "vllm_ascend.platform.NPUPlatform"
-#: The only worker classes that an adapter's own may stand in for: vllm-ascend's, and afd-plugin's of the Attention role.
+#: The only worker classes that an adapter's own may stand in for: vllm-ascend's, and afd-plugin's in its Attention role.
 NATIVE_WORKER: Final = "vllm_ascend.worker.worker.NPUWorker"
 AFD_WORKER: Final = "afd_plugin.v1.worker.npu.AFDNPUAttentionWorker"
 #: Devices whose page sizes `geometry` knows.
 DEVICES: Final = ("A2", "A3")
 ATTENTION: Final = "attention"
-#: Connectors of afd-plugin that an adapter can follow. Two stages are a matter of the first, two uBatches of the second.
+#: Connectors of afd-plugin that an adapter can follow: the first in two stages, too, the second in two uBatches.
 CAM_ASYNC: Final = "CAMAsyncAFDConnector"
 CAM_P2P: Final = "CAMP2pAFDConnector"
 #: What afd-plugin 85e826e registers for DeepSeek-V4. Its constructor raises on every device but CUDA.
@@ -278,7 +278,8 @@ def objections(settings: Settings, facts: EngineFacts) -> Iterator[str]:
     yield from _against_role(settings.mode, facts)
     yield from _against_model(facts)
     yield from _against_engine(facts)
-    yield from _against_uncovered(facts)
+    if facts.worker_class is not None:  # or nothing at all is covered, which is told
+        yield from _against_uncovered(facts)
     yield from _against_limits(settings, facts)
 
 
@@ -293,7 +294,7 @@ def _against_stack(mode: Mode, facts: EngineFacts) -> Iterator[str]:
             yield _no("vLLM's configuration", f"cannot read {', '.join(unread)}", "report it with this line")
     if facts.stack_name is None:
         yield _no("installed stack", f"{facts.stack}, which is none of the supported ones", "install a supported one")
-    elif facts.worker_class is None and not (mode is Mode.AFD and _pin_is_refused(facts)):
+    elif facts.worker_class is None and not (mode is Mode.AFD and facts.afd):  # which is told of afd-plugin
         yield _no("installed stack", f"{facts.stack_name}, which has no adapter yet", "install one that has")
     if facts.drift:
         found = f"{len(facts.drift)} differences from what was recorded, such as: {facts.drift[0]}"
@@ -317,11 +318,6 @@ def _against_role(mode: Mode, facts: EngineFacts) -> Iterator[str]:
         yield _no("mode 'colocated'", f"AFD role {facts.afd.role!r}", "ask for mode 'afd'")
 
 
-def _pin_is_refused(facts: EngineFacts) -> bool:
-    """Whether afd-plugin alone is why there is no adapter, which is said by itself."""
-    return facts.afd is not None and (facts.afd.pin is None or facts.afd.lacks is not None)
-
-
 def _against_afd(afd: AfdFacts, facts: EngineFacts) -> Iterator[str]:
     install = "install commit 85e826e of vllm-project/afd-plugin"
     if afd.plugin is None:
@@ -330,9 +326,9 @@ def _against_afd(afd: AfdFacts, facts: EngineFacts) -> Iterator[str]:
         yield _no("afd-plugin", f"{afd.plugin}, which is no commit that is known", install)
     elif afd.lacks:
         yield _no("afd-plugin", f"{afd.plugin}: {afd.lacks}", install)
-    elif AFD not in facts.covers:
+    elif AFD not in facts.covers or facts.worker_class is None:
         remedy = "install the stack that this commit was made for"
-        yield _uncovered("mode 'afd'", f"AFD role {afd.role!r} with {afd.plugin}", remedy)
+        yield _no("mode 'afd'", f"{facts.stack}, which has no adapter for it", remedy)
     elif afd.not_loaded:
         remedy = "if VLLM_PLUGINS is set, list afd too; its log at level DEBUG says what failed"
         yield _no("afd-plugin", f"{', '.join(afd.not_loaded)} not loaded in this process", remedy)

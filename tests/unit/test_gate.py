@@ -217,8 +217,10 @@ def test_afd_on_the_ffn_side_is_off_and_no_refusal():
 
 
 def test_afd_on_the_attention_side_needs_an_adapter_that_covers_it():
-    (reason,) = refused(Settings(Mode.AFD), afd=ATTENTION)
-    assert "does not cover" in reason
+    for changes in ({}, {"worker_class": None, "covers": COVERED, "overlap": True}):
+        (reason,) = refused(Settings(Mode.AFD), afd=ATTENTION, **changes)
+        assert "no adapter for it" in reason
+        assert PLAIN.stack in reason
     facts = replace(PLAIN, afd=ATTENTION, ubatches=2, covers=COVERED)
     decision = decide(Settings(Mode.AFD), facts)
     assert decision.active
@@ -235,7 +237,7 @@ AFD_ALONE = {
     ),
     "unknown commit": (
         {"plugin": "commit 03b57b3", "pin": None},
-        {"worker_class": None, "covers": frozenset()},
+        {"worker_class": None, "covers": frozenset(), "overlap": True, "async_scheduling": True},
         ("afd-plugin", "commit 03b57b3", "no commit that is known", "85e826e"),
     ),
     "old commit": (

@@ -22,7 +22,7 @@ from afd_dsv4.geometry import InputError, ModelGeometry, PageLayout, page_layout
 from afd_dsv4.workspace.sizing import WorkspaceSizes, size_workspace
 
 NPU_PLATFORM: Final = "vllm_ascend.platform.NPUPlatform"
-#: The only worker classes that an adapter's own may stand in for: vllm-ascend's, and afd-plugin's in its Attention role.
+#: What an adapter's own worker may stand in for: vllm-ascend's, and afd-plugin's in the Attention role.
 NATIVE_WORKER: Final = "vllm_ascend.worker.worker.NPUWorker"
 AFD_WORKER: Final = "afd_plugin.v1.worker.npu.AFDNPUAttentionWorker"
 #: Devices whose page sizes `geometry` knows.

@@ -84,7 +84,7 @@ class Operator:
         state: torch.Tensor = args[3] if len(args) > 3 else named["state_cache"]
         owner = _OWNERS.get((state.device, state.data_ptr()))
         if owner is not None and (launches := owner.launches()) is not None:
-            return launches.launch(owner.layer, owner.kind, *args, **named)
+            return launches.launch(owner, *args, **named)
         forward = getattr(_THREAD, "forward", None)
         if forward is not None and forward.running:
             raise UnknownLaunch(
@@ -96,11 +96,12 @@ class Operator:
 
 
 class _Owner(NamedTuple):
-    """Whose a stand-in is."""
+    """Whose a stand-in is, and what a launch with it must ask for: ratio, coff, rotary mode, cache mode, seqused."""
 
     launches: weakref.ref[Launches]
     layer: int
     kind: CompressorKind
+    asked: tuple[int, int, int, int, None]
 
 
 class _Forward:
@@ -192,7 +193,8 @@ class Launches:
         places = [(state.device, state.data_ptr()) for state in self.states.values()]
         with _LOCK:
             # First, so that another's release in between gives no name back.
-            _OWNERS.update(zip(places, (_Owner(me, layer, kind) for layer, kind in self.states), strict=True))
+            for place, (layer, kind) in zip(places, self.states, strict=True):
+                _OWNERS[place] = _Owner(me, layer, kind, (kind.ratio, kind.coff, INTERLEAVED, CONTINUOUS, None))
             release = weakref.finalize(self, _release, places)
             release.atexit = False  # nobody launches then
             self._release = release
@@ -237,8 +239,7 @@ class Launches:
 
     def launch(
         self,
-        layer: int,
-        kind: CompressorKind,
+        owner: _Owner,
         x: torch.Tensor,
         wkv: torch.Tensor,
         wgate: torch.Tensor,
@@ -258,16 +259,16 @@ class Launches:
         rotary_mode: int,
         cache_mode: int,
     ) -> torch.Tensor:
-        """Layer and kind, then arguments of the operator's schema. State, state table and start are ours to choose.
+        """Whose state it has, then arguments of the operator's schema. State, state table and start are ours to choose.
 
         Raises:
             UnknownLaunch: no forward was announced, or an argument is not what the recorded call sites pass.
         """
-        asked = (cmp_ratio, coff, rotary_mode, cache_mode, seqused)
-        if asked != (kind.ratio, kind.coff, INTERLEAVED, CONTINUOUS, None):
+        layer, kind = owner.layer, owner.kind
+        if (cmp_ratio, coff, rotary_mode, cache_mode, seqused) != owner.asked:
             raise UnknownLaunch(
                 f"{kind.value} of layer {layer} is launched with ratio, coff, rotary mode, cache mode and seqused "
-                f"{asked}; known is {(kind.ratio, kind.coff, INTERLEAVED, CONTINUOUS, None)}"
+                f"{(cmp_ratio, coff, rotary_mode, cache_mode, seqused)}; known is {owner.asked}"
             )
         weights = CompressorWeights(wkv, wgate, ape, norm_weight, norm_eps, rope_head_dim)
         forward = self._forward

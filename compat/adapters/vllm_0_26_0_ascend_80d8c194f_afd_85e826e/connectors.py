@@ -8,7 +8,7 @@ raise, and may hang for ever behind a receive that is pending (vllm-project/afd-
 Way: subclasses under the same names. Every tensor in a call, and every one that waits to be received, is checked by
 storage (`execution/boundary.py`) where that is on; the asynchronous connector tells the forward that runs what it sends
 and receives (`execution/cam.py`). `close` runs the native one in a thread and waits `CLOSE_S` for it: what it raises is
-logged, and so is that it has not come back. Either way the caller goes on, to its own memory and then to the engine.
+logged, and so is that it has not come back (`hangs`). Either way the caller goes on.
 After a failure nothing more is handed over: the queue of what is pending is not to be trusted.
 Not here: the memory that is checked against, and which forward runs (`runner.py`); the FFN role's connectors.
 
@@ -101,12 +101,17 @@ class WatchedMixin(_Native):  # type: ignore[misc]  # untyped
         self._closing = threading.Thread(target=run, name="afd-dsv4-connector-close", daemon=True)
         self._closing.start()
         self._closing.join(CLOSE_S)
-        if self._closing.is_alive():
+        if self.hangs:
             self.refused = f"its close has not come back after {CLOSE_S} s"
-            logger.error("afd-dsv4: %s: %s; the worker ends without it", type(self).__name__, self.refused)
+            logger.error("afd-dsv4: %s: %s", type(self).__name__, self.refused)
         elif error:
             self.refused = f"its close failed with {type(error[0]).__name__}: {error[0]}"
             logger.error("afd-dsv4: %s: %s", type(self).__name__, self.refused, exc_info=error[0])
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the native close was called and has not come back: work of the device may never be over."""
+        return self._closing is not None and self._closing.is_alive()
 
     def _pending(self) -> Any:
         """What waits to be received."""

@@ -10,7 +10,8 @@ Way: the colocated runner's methods, in front of afd-plugin's. Stand-ins go into
 cut is the one that afd-plugin made; all executions of a forward are begun together (`execution/forward.py`, `cam.py`),
 and a launch finds its own by `ubatch_idx` of the forward context that is current, which both kinds of uBatches set and
 an uncut forward does not. Notes of a step are dropped behind every step and every dummy run. A thread's turn is
-watched, so that what it raised is the cause of what comes of it. The end: connector, then tails, then the engine.
+watched, so that what it raised is the cause of what comes of it. The end: connector, then tails, then the engine; but
+not the engine, whose end waits for the device and frees the model, where the connector's close does not come back.
 Not here: the other role. Identities of afd-plugin's are not used: `transaction_id` is shared by both stages, and
 `afd_metadata.stage_idx` is 0 for both.
 
@@ -81,7 +82,10 @@ class AfdDsv4AttentionRunner(RunnerMixin, AFDNPUAttentionModelRunner):  # type: 
             try:
                 self.close_tails()
             finally:
-                super().shutdown()
+                if self.connector.hangs:
+                    logger.error("afd-dsv4: the device may never be done; its memory is left to the process's end")
+                else:
+                    super().shutdown()
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
         try:

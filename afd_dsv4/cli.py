@@ -200,8 +200,8 @@ def _parser() -> argparse.ArgumentParser:
     compare = actions.add_parser(
         "check",
         help="every symbol that differs, and what goes wrong because of it",
-        description="Compares the sources of vLLM and vllm-ascend with a recorded contract; nothing of them is "
-        "imported. Exit status 0: no drift; 1: drift; 2: unknown stack, or bad input.",
+        description="Compares the sources of vLLM, vllm-ascend and, where it is, afd-plugin with recorded contracts; "
+        "nothing of them is imported. Exit status 0: no drift; 1: drift; 2: unknown stack, or bad input.",
     )
     compare.add_argument("--json", action="store_true", help="machine-readable answer")
     write = actions.add_parser(
@@ -217,8 +217,8 @@ def _parser() -> argparse.ArgumentParser:
             default=[],
             type=Path,
             metavar="PATH",
-            help="a checkout, an unpacked wheel or sdist of vllm-ascend or vllm instead of the installed packages; may "
-            "be given twice",
+            help="a checkout, an unpacked wheel or sdist of vllm-ascend, vllm or afd-plugin instead of the installed "
+            "packages; may be given more than once",
         )
         action.add_argument("--stack", metavar="NAME", help="the stack it is taken for")
     return parser

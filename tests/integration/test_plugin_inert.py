@@ -196,7 +196,7 @@ def test_settings_that_cannot_be_read_end_the_configuration_in_vllms_own_words_t
     found = engine("misspelt")
     assert (
         found["error"]
-        == "additional_config['afd_dsv4']: unknown 'slot'; known are mode, slots, drafts, fence_timeout_s"
+        == "additional_config['afd_dsv4']: unknown 'slot'; known are mode, slots, drafts, fence_timeout_s, audit"
     )
     assert found["error"] in found["raised"]
 
@@ -215,7 +215,8 @@ def test_everything_that_the_gate_asks_is_found_in_the_real_configuration(name):
         ("another worker", "worker class: collections.OrderedDict"),
         ("sleeping", "sleep mode: on"),
         ("in a pipeline", "pipeline parallelism: 2"),
-        ("attention", "mode 'afd': AFD role 'attention', which the adapter of this stack does not cover"),
+        ("attention", "afd-plugin: not installed"),
+        ("attention", "AFD connector: P2pNcclAFDConnector"),  # afd-plugin's default
     ],
 )
 def test_an_engine_that_we_cannot_serve_is_refused_and_serves_natively(name, says):

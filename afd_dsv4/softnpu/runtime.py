@@ -175,6 +175,8 @@ def _acl() -> ctypes.CDLL:
     library.softnpu_inject_error.argtypes = [ctypes.c_int32, ctypes.c_char_p]
     library.softnpu_inject_error.restype = None
     library.softnpu_replayed_accesses.argtypes = [ctypes.POINTER(_Access), ctypes.c_uint64]
+    library.softnpu_group_join.argtypes = [ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32]
+    library.softnpu_group_leave.argtypes = [ctypes.c_char_p, ctypes.c_uint32]
     library.softnpu_set_copy_delay_us.argtypes = [ctypes.c_uint32]
     library.softnpu_set_copy_delay_us.restype = None
     return library
@@ -406,6 +408,34 @@ def replayed_bytes() -> tuple[tuple[int, int], ...]:
     found = (_Access * count)()
     _acl().softnpu_replayed_accesses(found, count)
     return tuple((piece.address, (piece.rows - 1) * piece.stride + piece.bytes) for piece in found if piece.rows)
+
+
+def join_group(name: str, size: int, rank: int) -> None:
+    """Make this process rank ``rank`` of a group that operators talk in by its name, without torch.distributed.
+
+    The real process group does this with the name that ``get_hccl_comm_name`` gives. One process may be several ranks.
+
+    Raises:
+        SoftnpuError: there is such a rank already, here or in another process.
+    """
+    if _acl().softnpu_group_join(name.encode(), size, rank):
+        raise SoftnpuError(f"group {name!r}: rank {rank} of {size} cannot join; the reason is on stderr")
+
+
+def set_destroy_hangs(on: bool) -> None:
+    """Choose what leaving a group does to what this rank waits for there; SOFTNPU_DESTROY says it from the start.
+
+    Args:
+        on: False ("error") ends it with an error of the device. True ("hang") does not: leaving returns when nothing is
+            pending any more, perhaps never, as destroying a communicator may on CANN.
+    """
+    _acl().softnpu_set_destroy_hangs(int(on))
+
+
+def leave_group(name: str, rank: int) -> None:
+    """Leave the group, as destroying a communicator does; see ``set_destroy_hangs`` for what is pending there."""
+    if _acl().softnpu_group_leave(name.encode(), rank):
+        raise SoftnpuError(f"group {name!r}: rank {rank} never joined in this process")
 
 
 def device_bytes(device: int = 0) -> int:

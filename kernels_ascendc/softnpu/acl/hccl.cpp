@@ -24,6 +24,7 @@
 #include <thread>
 #include <vector>
 
+#include "groups.h"
 #include "softnpu.h"
 
 #define SOFTNPU_API extern "C" __attribute__((visibility("default")))
@@ -202,8 +203,12 @@ SOFTNPU_API HcclResult HcclCommInitRootInfo(uint32_t size, const HcclRootInfo* i
   c->size = size;
   c->rank = rank;
   c->name = info->internal;
-  c->folder = "/dev/shm/" + c->name;
-  mkdir(c->folder.c_str(), 0700);  // every rank tries, one succeeds
+  try {
+    c->folder = softnpu::join_group(c->name, size, rank)->folder;
+  } catch (const std::exception& e) {
+    std::fprintf(stderr, "softnpu: HCCL: %s\n", e.what());
+    return HCCL_E_INTERNAL;
+  }
   *out = c;
   return HCCL_SUCCESS;
 }
@@ -212,8 +217,9 @@ SOFTNPU_API HcclResult HcclCommInitRootInfoConfig(uint32_t size, const HcclRootI
   return HcclCommInitRootInfo(size, info, rank, out);
 }
 SOFTNPU_API HcclResult HcclCommDestroy(HcclComm handle) {
-  // Queued transfers may still use the communicator, so it is never freed; the last rank to leave removes the folder.
-  rmdir(communicator(handle)->folder.c_str());
+  // Queued transfers may still use the communicator, so it is never freed.
+  const auto group = softnpu::find_group(communicator(handle)->name, communicator(handle)->rank);
+  if (group != nullptr) group->leave();
   return HCCL_SUCCESS;
 }
 SOFTNPU_API HcclResult HcclGetCommName(HcclComm handle, char* name) {

@@ -45,6 +45,7 @@ struct Settings {
   std::atomic<uint32_t> max_delay_us;   // SOFTNPU_MAX_DELAY_US
   std::atomic<bool> starve;             // SOFTNPU_SCHEDULE=starve
   bool races;                           // SOFTNPU_RACES: the detector is on from the start
+  std::atomic<bool> destroy_hangs;      // SOFTNPU_DESTROY=hang: see groups.h
   std::atomic<uint64_t>
       schedule_epoch;  // counts softnpu_set_schedule calls; streams restart their task index on a change
 };

@@ -51,6 +51,12 @@ Settings* read_settings() {
     std::exit(2);
   }
   s->races = read_number("SOFTNPU_RACES", 0, 0, 1) != 0;
+  const char* destroy = std::getenv("SOFTNPU_DESTROY");
+  s->destroy_hangs = destroy != nullptr && std::strcmp(destroy, "hang") == 0;
+  if (destroy != nullptr && *destroy != '\0' && !s->destroy_hangs && std::strcmp(destroy, "error") != 0) {
+    std::fprintf(stderr, "softnpu: SOFTNPU_DESTROY=%s: expected error or hang\n", destroy);
+    std::exit(2);
+  }
   return s;
 }
 

@@ -109,6 +109,12 @@ uint64_t softnpu_delay_injected_us(void);
 // Records an error of the device, as a failing task does. For fault injection in tests.
 void softnpu_inject_error(int32_t device, const char* message);
 
+// A group of ranks by name, as HCCL's communicators make them: for ranks of one process, and tests. 0, or -1 with the
+// reason on stderr. See groups.h.
+int softnpu_group_join(const char* name, uint32_t size, uint32_t rank);
+int softnpu_group_leave(const char* name, uint32_t rank);
+void softnpu_set_destroy_hangs(int on);  // SOFTNPU_DESTROY=hang, or error
+
 // Not 0 once the process is exiting: a task that waits for something must give up then.
 int softnpu_exiting(void);
 

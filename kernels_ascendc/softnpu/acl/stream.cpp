@@ -10,6 +10,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "groups.h"
 #include "runtime.h"
 
 namespace softnpu {
@@ -42,6 +43,7 @@ void stop_all() {
     streams.assign(registry().all.begin(), registry().all.end());
   }
   for (auto* stream : streams) stream->stop();
+  leave_all_groups();
   print_unreported_errors();
 }
 

@@ -97,7 +97,7 @@ KNOWN: Final = (
     StackId("vllm-ascend-cf0baa38d", vllm="0.26.0", commit="cf0baa38d"),
 )
 
-_NO_V4: Final = "it registers no DeepSeek-V4 (the first pin that does is 85e826e)"
+_NO_V4: Final = "it registers no DeepSeek-V4, 85e826e is the first that does"
 #: Pins of afd-plugin that are told apart, oldest first. One that is not here is unknown, and nothing is assumed of it.
 AFD_PINS: Final = (
     AfdPin("afd-plugin-2f4f462", "2f4f462", "vllm 0.19.1", _NO_V4),

@@ -136,3 +136,53 @@ def test_what_cannot_be_answered_is_one_line_and_status_2(empty, tmp_path, capsy
 def test_a_contract_can_be_written_where_a_file_can(empty, capsys, tmp_path):
     assert main(["compat", "record", "--against", str(empty), "--stack", KNOWN[0].name, "--out", str(tmp_path)]) == 2
     assert "error: symbols" in capsys.readouterr().err
+
+
+@pytest.fixture
+def afd(tmp_path):
+    """A checkout of afd-plugin with nothing in it, at a commit."""
+    package = tmp_path / "checkout" / "afd_plugin"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (tmp_path / "checkout" / ".git").mkdir()
+
+    def at(commit: str) -> str:
+        (tmp_path / "checkout" / ".git" / "HEAD").write_text(f"{commit}\n")
+        return str(tmp_path / "checkout")
+
+    return at
+
+
+def test_a_checkout_of_afd_plugin_is_compared_with_its_own_contract(afd, capsys):
+    assert main(["compat", "check", "--against", afd("85e826e" + "0" * 33), "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["contract"], answer["nearest"], answer["holds"]) == ("afd-plugin-85e826e", False, 0)
+    assert str(answer["adapter"]).endswith("AfdDsv4AttentionWorker")
+    assert all(drift["consequence"] and drift["kind"] == "missing" for drift in answer["drift"])
+    assert all(drift["target"].startswith("afd_plugin") for drift in answer["drift"])
+
+
+def test_a_refused_or_unknown_commit_is_compared_with_the_nearest_and_has_no_adapter(afd, capsys):
+    assert main(["compat", "check", "--against", afd("2e4378f" + "0" * 33)]) == 1
+    report = capsys.readouterr().out
+    assert "contract: afd-plugin-85e826e, the nearest one" in report
+    assert "adapter: none (it registers no DeepSeek-V4, 85e826e is the first that does), the plugin stays" in report
+    assert main(["compat", "check", "--against", afd("03b57b3" + "0" * 33)]) == 1
+    assert "adapter: none, the plugin stays off" in capsys.readouterr().out
+
+
+def test_stack_and_afd_plugin_are_checked_together_and_each_sums_itself_up(afd, empty, capsys):
+    where = ["--against", str(empty), "--against", afd("85e826e" + "0" * 33)]
+    assert main(["compat", "check", *where, "--stack", KNOWN[1].name]) == 1
+    sums = [line for line in capsys.readouterr().out.splitlines() if line.startswith("compat: ")]
+    assert [line.split(" of ")[-1] for line in sums] == [KNOWN[1].name, "afd-plugin-85e826e"]
+    assert main(["compat", "check", *where, "--stack", "afd-plugin-85e826e", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["contract"] == "afd-plugin-85e826e"
+
+
+@pytest.mark.parametrize("commit", ["2e4378f", "03b57b3"])
+def test_a_commit_without_an_adapter_cannot_be_recorded(commit, afd, capsys):
+    assert main(["compat", "record", "--against", afd(commit + "0" * 33)]) == 2
+    said = capsys.readouterr().err
+    assert "give one of afd-plugin-85e826e" in said
+    assert ("no DeepSeek-V4" in said) == (commit == "2e4378f")

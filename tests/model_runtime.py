@@ -90,6 +90,7 @@ class ModelRuntime:
         slots: workspace slots.
         graphs: see `WorkspaceArena`.
         ordered: False queues no wait.
+        edges: False has no execution follow those that had its requests before.
 
     Attributes:
         wrong: launches whose rows were not those of the definition.
@@ -106,7 +107,9 @@ class ModelRuntime:
         slots: int = 2,
         graphs: Sequence[Iterable[Hashable]] = (),
         ordered: bool = True,
+        edges: bool = True,
     ) -> None:
+        self.edges = edges
         self.shape = TailShape(4, True, 8, layers=layers)
         self.device = ModelDevice(seed)
         self.trace = Trace(None)
@@ -127,19 +130,19 @@ class ModelRuntime:
         return self._mint.mint()
 
     def begin(
-        self, chunks: Sequence[RequestChunk], *, generation: Generation | None = None, ubatch: int = 0
+        self, chunks: Sequence[RequestChunk], *, generation: Generation | None = None, ubatch: int = 0, substep: int = 0
     ) -> ModelExecution:
         if not chunks:
             return ModelExecution(self, None, None)
         self.store.refuse_void(chunks)
-        lease = self.arena.acquire(ExecutionId(generation or self.mint(), ubatch))
+        lease = self.arena.acquire(ExecutionId(generation or self.mint(), ubatch, substep))
         try:
             plan = self.store.plan(chunks, lease.slot.index, usable=self._usable)
         except BaseException:
             lease.seal()
             raise
         lease.follow(
-            continues=[self.last[seat] for seat in plan.continued],
+            continues=[self.last[seat] for seat in plan.continued if self.edges],
             after=[self.last[seat] for seat in plan.taken if seat in self.last],
             seats=plan.seats,
             void=plan.void,

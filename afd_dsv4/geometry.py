@@ -62,6 +62,9 @@ class CompressorKind(enum.Enum):
     C4_INDEXER = "c4_indexer"
     C128 = "c128"
 
+    # Each is one object; enum's own hash is a call of Python's, in every look-up of a launch.
+    __hash__ = object.__hash__
+
     @property
     def ratio(self) -> int:
         """Raw tokens per compressed row."""

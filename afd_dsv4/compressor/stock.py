@@ -153,6 +153,27 @@ class _Table:
         return np.where(pages.columns == NO_COLUMN, self.flat.numel() - 1, row + pages.columns)
 
 
+class _Step:
+    """What never changes about the launches of one compressor: a launch has no time to make it anew.
+
+    Attributes:
+        index: of the layer among those of its kind.
+        ratio: of the kind.
+        reads: parts of the slot.
+        writes: parts of it, where the state table has the layer's ids already.
+        scatters: the same where it gets them first.
+    """
+
+    __slots__ = ("index", "ratio", "reads", "scatters", "writes")
+
+    def __init__(self, index: int, kind: CompressorKind) -> None:
+        self.index = index
+        self.ratio = ratio = kind.ratio
+        self.reads = (("lists", ratio), ("table", ratio))
+        self.writes = (("pages", kind),)
+        self.scatters = (("pages", kind), ("table", ratio))
+
+
 @dataclass(frozen=True)
 class AllocatedBytes:
     """Bytes of the tensors that a runtime really holds, by class. Compare `workspace.sizing.WorkspaceSizes`."""
@@ -223,9 +244,10 @@ class StockRuntime:
         self._open: dict[ExecutionId, StockExecution] = {}
         self._captured: dict[Hashable, tuple[int, int]] = {}  # graph key -> requests, tokens
         self.layers = {kind: {layer: i for i, layer in enumerate(geometry.layers_of(kind))} for kind in CompressorKind}
-        self.steps: dict[int, list[tuple[int, CompressorKind]]] = {}  # layer -> its compressors
-        for compressor in geometry.compressors:
-            self.steps.setdefault(compressor.layer, []).append((compressor.layer, compressor.kind))
+        self._steps = {(layer, kind): _Step(i, kind) for kind in self.layers for layer, i in self.layers[kind].items()}
+        self._of_layer: dict[int, list[tuple[int, CompressorKind]]] = {}  # its compressors
+        for place in self._steps:
+            self._of_layer.setdefault(place[0], []).append(place)
         where = self.device.device
         self.pools = {
             kind: torch.empty(
@@ -574,6 +596,14 @@ class StockRuntime:
         self.lists[slot].flat[:end].copy_(host.flat[:end], non_blocking=True)
 
 
+def _requests(launched: Sequence[slice]) -> int:
+    """Requests of some launches."""
+    count = 0
+    for each in launched:
+        count += each.stop - each.start
+    return count
+
+
 class StockExecution:
     """One execution of a `StockRuntime`; a context manager that seals its lease. See `executor.Execution`.
 
@@ -599,6 +629,8 @@ class StockExecution:
         self._launched: dict[tuple[int, CompressorKind], list[slice]] = {}  # requests whose launch is queued
         self._whole: set[tuple[int, CompressorKind]] = set()  # compressors all of whose requests are launched
         self._layer: dict[CompressorKind, int] = {}  # the last layer launched
+        self._cut: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # see _rows
+        self._scattered: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}  # see _ids
         self._replayed = False
         self.lost: str | None = None
         self.lease = lease
@@ -624,9 +656,9 @@ class StockExecution:
             OrderError: a layer out of order, requests out of order or twice, or an execution that is finished, or is
                 to replay a graph.
         """
-        first, stop, step = requests.indices(len(self._chunks))
-        if step != 1:
-            raise ValueError(f"requests of a launch must be neighbours, got step {step}; launch each run apart")
+        first, stop, stride = requests.indices(len(self._chunks))
+        if stride != 1:
+            raise ValueError(f"requests of a launch must be neighbours, got step {stride}; launch each run apart")
         mine = slice(first, max(first, stop))
         # From sums made once: nothing per launch may grow with the requests.
         tokens = self._first[mine.stop] - self._first[mine.start]
@@ -635,43 +667,62 @@ class StockExecution:
                 f"a launch of {x.shape[0]} tokens and {cu_seqlens.shape[0] - 1} requests for {mine.stop - mine.start} "
                 f"requests that have {tokens} in this execution; the metadata is that of another batch or uBatch"
             )
-        if self.lease is None:
+        lease, runtime, place = self.lease, self._runtime, (layer, kind)
+        if lease is None:
             return x.new_empty((0, weights.norm_weight.shape[0]))
         if self._graph is not None:
-            raise OrderError(f"{self.lease.execution} was begun for graph {self._graph!r}; replay that, once")
-        self._check_order(layer, kind, mine)
-        runtime, slot, ratio = self._runtime, self.lease.slot.index, kind.ratio
-        table, lists = runtime.tables[slot][ratio], runtime.lists[slot].parts[ratio]
+            raise OrderError(f"{lease.execution} was begun for graph {self._graph!r}; replay that, once")
+        step = runtime._steps.get(place)
+        if step is None:
+            raise ValueError(f"layer {layer} has no {kind.value} compressor; it is in {[*runtime.layers[kind]]}")
+        done = self._launched.get(place)
+        self._check_order(place, mine, done or ())
+        table = runtime.tables[lease.slot.index][step.ratio]
+        rows, starts = self._rows(step.ratio, mine)
         # Held until all is queued: another thread may order itself behind this touch as soon as it is made.
         with runtime.arena.lock:
             scatter = table.layer != layer
-            self.lease.touch(
+            lease.touch(
                 runtime.device.current_stream(),
-                reads=[("lists", ratio), ("table", ratio)],
-                writes=[("pages", kind), *([("table", ratio)] if scatter else [])],
-                step=(layer, kind),
+                reads=step.reads,
+                writes=step.scatters if scatter else step.writes,
+                step=place,
             )
             if scatter:
-                places = self.lists[ratio].columns.size
-                begin = runtime.layers[kind][layer] * places
-                table.flat.scatter_(0, lists.cells[:places], lists.ids[begin : begin + places])
+                cells, ids = self._ids(step.ratio)
+                table.flat.scatter_(0, cells, ids[step.index])
                 table.layer = layer
             compressed = runtime._operator(
-                x,
-                weights,
-                kind,
-                runtime.pools[kind],
-                table.rows[mine],
-                lists.starts[mine],
-                cu_seqlens,
-                rope_cos,
-                rope_sin,
+                x, weights, kind, runtime.pools[kind], rows, starts, cu_seqlens, rope_cos, rope_sin
             )
-            self._launched.setdefault((layer, kind), []).append(mine)
-            if mine.start < mine.stop and self._count(layer, kind) == len(self._chunks):
-                self._whole.add((layer, kind))
-                self.lease.complete((layer, kind))
+            if done is None:
+                done = self._launched[place] = []
+            done.append(mine)
+            if mine.start < mine.stop and _requests(done) == len(self._chunks):
+                self._whole.add(place)
+                lease.complete(place)
         return compressed
+
+    def _rows(self, ratio: int, mine: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """State table and starts of some requests; torch takes long to cut them out, and all layers have the same."""
+        key = ratio, mine.start, mine.stop
+        found = self._cut.get(key)
+        if found is None:
+            assert self.lease is not None
+            slot = self.lease.slot.index
+            rows, starts = self._runtime.tables[slot][ratio].rows, self._runtime.lists[slot].parts[ratio].starts
+            found = self._cut[key] = rows[mine], starts[mine]
+        return found
+
+    def _ids(self, ratio: int) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Where the ids of a layer go, and the ids of every layer."""
+        found = self._scattered.get(ratio)
+        if found is None:
+            assert self.lease is not None
+            part, places = self._runtime.lists[self.lease.slot.index].parts[ratio], self.lists[ratio].columns.size
+            ids = part.ids[: self._runtime.shapes[ratio].layers * places].split(places)
+            found = self._scattered[ratio] = part.cells[:places], ids
+        return found
 
     def replay(self, graph: Any) -> None:
         """Queue a captured graph, with all launches of this execution in it, on the current stream.
@@ -696,13 +747,12 @@ class StockExecution:
             self.lease.complete(WHOLE)
             self._replayed = True
 
-    def _check_order(self, layer: int, kind: CompressorKind, mine: slice) -> None:
+    def _check_order(self, place: tuple[int, CompressorKind], mine: slice, launched: Sequence[slice]) -> None:
         """Layers ascend, because spares pass from layer to layer; each request of a layer comes once."""
-        if layer not in self._runtime.layers[kind]:
-            raise ValueError(f"layer {layer} has no {kind.value} compressor; it is in {[*self._runtime.layers[kind]]}")
+        layer, kind = place
         if layer < self._layer.get(kind, layer):
             raise OrderError(f"{kind.value} of layer {layer} after layer {self._layer[kind]}; launch layers in order")
-        for done in self._launched.get((layer, kind), ()):
+        for done in launched:
             if mine.start < done.stop and done.start < mine.stop:
                 raise OrderError(
                     f"{kind.value} of layer {layer}: requests {mine.start} to {mine.stop - 1}, and {done.start} to "
@@ -710,13 +760,9 @@ class StockExecution:
                 )
         self._layer[kind] = layer
 
-    def _count(self, layer: int, kind: CompressorKind) -> int:
-        """Requests whose launch is queued."""
-        return sum(done.stop - done.start for done in self._launched.get((layer, kind), ()))
-
     def computed(self, layer: int) -> bool:
         """Whether all launches of a layer are queued. True without requests, and where the layer has no compressor."""
-        return self.lease is None or self._replayed or self._whole.issuperset(self._runtime.steps.get(layer, ()))
+        return self.lease is None or self._replayed or self._whole.issuperset(self._runtime._of_layer.get(layer, ()))
 
     def abandon(self, why: str) -> None:
         """See `StockRuntime.abandon`, which calls it."""
@@ -734,7 +780,9 @@ class StockExecution:
         compressors = () if self._replayed else self._runtime.geometry.compressors
         missing = []
         if len(self._whole) < len(compressors):
-            missing = [c for c in compressors if self._count(c.layer, c.kind) != len(self._chunks)]
+            missing = [
+                c for c in compressors if _requests(self._launched.get((c.layer, c.kind), ())) != len(self._chunks)
+            ]
         with self._runtime.arena.lock:  # void before anybody can go on from these tails
             if missing and self.lease.state is LeaseState.ACQUIRED:
                 first = f"layer {missing[0].layer} {missing[0].kind.value}"

@@ -26,6 +26,12 @@ class TorchDevice:
         self._module: Any = torch.get_device_module(self.device)
         # A device without an index is the one that is current now. Left to the module, it is looked for in every call.
         self._index = self._module.current_device() if self.device.index is None else self.device.index
+        # torch.npu takes longer to say which stream is current than all else of a launch. torch.accelerator knows, too,
+        # but has no streams that torch.npu's events take; what is underneath it saves another half.
+        accelerator = torch.accelerator.current_accelerator()
+        self._known = accelerator is not None and accelerator.type == self.device.type
+        self._current: Any = getattr(torch._C, "_accelerator_getStream", torch.accelerator.current_stream)
+        self._streams: dict[int, Any] = {}
 
     def stream_id(self, stream: Any) -> StreamId:
         """See `api.Device`. Unique among the streams of one device."""
@@ -45,4 +51,10 @@ class TorchDevice:
 
     def current_stream(self) -> Any:
         """The stream that the calling thread queues on."""
-        return self._module.current_stream(self._index)
+        if not self._known:
+            return self._module.current_stream(self._index)
+        number = self._current(self._index).stream_id
+        stream = self._streams.get(number)
+        if stream is None:
+            stream = self._streams[number] = self._module.current_stream(self._index)
+        return stream

@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
@@ -95,13 +95,25 @@ class Operator:
         return compressed
 
 
-class _Owner(NamedTuple):
-    """Whose a stand-in is, and what a launch with it must ask for: ratio, coff, rotary mode, cache mode, seqused."""
+class _Owner:
+    """Whose a stand-in is, and what is the same in each launch with it.
 
-    launches: weakref.ref[Launches]
-    layer: int
-    kind: CompressorKind
-    asked: tuple[int, int, int, int, None]
+    Attributes:
+        launches: whose.
+        layer: of the model.
+        kind: which of its compressors.
+        asked: ratio, coff, rotary mode, cache mode and seqused that the operator must be called with.
+        weights: of the last launch.
+    """
+
+    __slots__ = ("asked", "kind", "launches", "layer", "weights")
+
+    def __init__(self, launches: weakref.ref[Launches], layer: int, kind: CompressorKind) -> None:
+        self.launches = launches
+        self.layer = layer
+        self.kind = kind
+        self.asked = (kind.ratio, kind.coff, INTERLEAVED, CONTINUOUS, None)
+        self.weights: CompressorWeights | None = None
 
 
 class _Forward:
@@ -194,7 +206,7 @@ class Launches:
         with _LOCK:
             # First, so that another's release in between gives no name back.
             for place, (layer, kind) in zip(places, self.states, strict=True):
-                _OWNERS[place] = _Owner(me, layer, kind, (kind.ratio, kind.coff, INTERLEAVED, CONTINUOUS, None))
+                _OWNERS[place] = _Owner(me, layer, kind)
             release = weakref.finalize(self, _release, places)
             release.atexit = False  # nobody launches then
             self._release = release
@@ -270,7 +282,17 @@ class Launches:
                 f"{kind.value} of layer {layer} is launched with ratio, coff, rotary mode, cache mode and seqused "
                 f"{(cmp_ratio, coff, rotary_mode, cache_mode, seqused)}; known is {owner.asked}"
             )
-        weights = CompressorWeights(wkv, wgate, ape, norm_weight, norm_eps, rope_head_dim)
+        weights = owner.weights
+        if (
+            weights is None
+            or weights.wkv is not wkv
+            or weights.wgate is not wgate
+            or weights.ape is not ape
+            or weights.norm_weight is not norm_weight
+            or weights.norm_eps != norm_eps
+            or weights.rope_head_dim != rope_head_dim
+        ):
+            owner.weights = weights = CompressorWeights(wkv, wgate, ape, norm_weight, norm_eps, rope_head_dim)
         forward = self._forward
         if forward is None:
             raise UnknownLaunch(

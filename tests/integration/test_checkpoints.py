@@ -25,7 +25,7 @@ from afd_dsv4.tail.tables import RequestChunk, RequestId
 from afd_dsv4.workspace.arena import Exhausted
 from afd_dsv4.workspace.lease import LeaseState, OrderError
 from afd_dsv4.workspace.order import check
-from tests.stock_world import LAYERS, World, small_hidden_size
+from tests.stock_world import LAYERS, Request, World, small_hidden_size
 
 __all__ = ["small_hidden_size"]  # a fixture
 
@@ -48,45 +48,69 @@ def chunk(start: int, end: int, drafts: int = 0, request: RequestId = R) -> Requ
     return RequestChunk(request, start, end, drafts)
 
 
-def to_the_next_window(position: int) -> int:
-    """An end behind the next C128 window, and in the midst of a C4 window."""
-    return position // 128 * 128 + 128 + 2
+def verify(here: World, requests: dict[str, Request], start: int, accepted: int) -> None:
+    """A chunk with drafts; those that will be rejected are other tokens than those that follow in the end."""
+    wrong = replace(requests["r"], x=requests["r"].x.clone())
+    wrong.x[start + 1 + accepted :] += 1
+    before = here.different
+    here.forward({"r": wrong}, [chunk(start, start + 1 + DRAFTS, DRAFTS)])
+    here.different = before  # rows of rejected drafts are nobody's
 
 
-@pytest.mark.parametrize(
-    ("known", "positions"), [(True, range(129, 257)), (False, range(129, 257, 5))], ids=["known", "open"]
-)
-def test_a_request_goes_on_elsewhere_at_every_position_of_a_period(known: bool, positions: range) -> None:
-    """After drafts; where the accept length is open, the checkpoint is written before it is known."""
-    here = world()
-    # Other pages, other slots, another seat: nothing lies where it lay.
+def go_on(there: World, requests: dict[str, Request], position: int) -> None:
+    """Behind the next C128 window, and in the midst of a C4 window."""
+    end = position // 128 * 128 + 128 + 2
+    there.forward(requests, [chunk(position, end, DRAFTS if position % 2 else 0)])
+    there.runtime.end_request(R)
+
+
+def whole(*worlds: World) -> bool:
+    """Whether all rows are right, and all work was ordered."""
+    return all(
+        each.different == 0
+        and check(each.runtime.trace.records(), each.runtime.trace.dropped).violations == ()
+        and each.compared > 0
+        for each in worlds
+    )
+
+
+def elsewhere() -> World:
+    """Other pages, other slots, another seat: nothing lies where it lay."""
     there = world(block_size=32, slots=3)
-    requests = {"r": here.request(), "other": there.request()}
-    there.forward(requests, [chunk(0, 200, request=OTHER)])
-    for position in positions:
-        accepted = position % (DRAFTS + 1)
-        verified = position - accepted - 1
-        here.forward(requests, [chunk(0, verified)])
-        # Rejected drafts were other tokens than those that follow in the end.
-        wrong = replace(requests["r"], x=requests["r"].x.clone())
-        wrong.x[position:] += 1
-        before = here.different
-        here.forward({"r": wrong}, [chunk(verified, verified + 1 + DRAFTS, DRAFTS)])
-        here.different = before  # rows of rejected drafts are nobody's
-        if known:
-            restore(there.runtime, R, save(here.runtime, R, position), position)
-        else:
-            restore(there.runtime, R, save(here.runtime, R), verified + 1, drafts=DRAFTS)
-        end = to_the_next_window(position)
-        there.forward(requests, [chunk(position, end, DRAFTS if position % 2 else 0)])
-        there.runtime.end_request(R)
-        if position % 16 == 0:  # the one that was saved goes on as if nothing had been
-            here.forward(requests, [chunk(position, end)])
-        here.runtime.end_request(R)
-    assert there.compared > len(positions) * 3
-    assert (here.different, there.different) == (0, 0)
-    for each in (here, there):
-        assert check(each.runtime.trace.records(), each.runtime.trace.dropped).violations == ()
+    there.forward({"other": there.request()}, [chunk(0, 200, request=OTHER)])
+    return there
+
+
+def test_a_request_goes_on_elsewhere_at_every_position_of_a_period() -> None:
+    """And where it is, too, as if nothing had been saved."""
+    here, there = world(), elsewhere()
+    requests = {"r": here.request()}
+    here.forward(requests, [chunk(0, 128)])
+    for position in range(129, 257):
+        verify(here, requests, position - 1, accepted=0)
+        restore(there.runtime, R, save(here.runtime, R, position), position)
+        go_on(there, requests, position)
+    here.forward(requests, [chunk(256, 400)])
+    assert whole(here, there)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "open"])
+def test_a_request_goes_on_elsewhere_behind_every_accept_length(known: bool) -> None:
+    """Where it is open, the checkpoint is written before it is known."""
+    here, there = world(), elsewhere()
+    requests = {"r": here.request()}
+    for start in (126, 127, 128, 129, 130, 131, 254):
+        for accepted in range(DRAFTS + 1):
+            position = start + 1 + accepted
+            here.forward(requests, [chunk(0, start)])
+            verify(here, requests, start, accepted)
+            if known:
+                restore(there.runtime, R, save(here.runtime, R, position), position)
+            else:
+                restore(there.runtime, R, save(here.runtime, R), start + 1, drafts=DRAFTS)
+            here.runtime.end_request(R)
+            go_on(there, requests, position)
+    assert whole(here, there)
 
 
 @pytest.mark.parametrize("kind", CompressorKind)
@@ -101,7 +125,7 @@ def test_one_value_of_the_payload_changed_makes_rows_differ(kind: CompressorKind
     read.rows[kind].reshape(layers, -1)[-1, score[len(score) // 2]] += 100
     changed = checkpoint.encode(LAYERS, 201, read.rows, generation=read.generation)
     restore(there.runtime, R, changed, 201)
-    there.forward(requests, [chunk(201, to_the_next_window(201))])
+    there.forward(requests, [chunk(201, 258)])
     assert there.different > 0
 
 
@@ -140,21 +164,27 @@ def test_a_restored_request_has_only_the_rows_of_its_checkpoint_and_else_nan() -
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_a_checkpoint_lies_behind_the_last_launch_and_before_the_next_whatever_streams_they_are_on(
-    ordered: bool,
+def test_saves_and_restores_are_behind_and_before_whoever_has_the_pages_whatever_streams_they_are_on(
+    ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = world(ordered=ordered)
+    here = world(ordered=ordered, max_num_seqs=2, slots=12)  # a slot each: none waits for another's
     requests = {"r": here.request()}
     requests["other"] = requests["r"]
-    for start, end in ((0, 100), (100, 203), (203, 390)):
-        here.queue(requests, [chunk(start, end)], alternate=True)
+    here.queue(requests, [chunk(0, 100)], alternate=True)
+    data = save(here.runtime, R)
+    # From here on the host waits for nothing, and nothing is over when it looks: streams alone must wait.
+    monkeypatch.setattr(tails, "_wait", lambda *_: None)
+    gate = Gate(torch.npu.ExternalEvent(), here.streams[0], here.copies)
+    for start, end in ((100, 203), (203, 390)):
         with torch.npu.stream(torch.npu.Stream()):
-            data = save(here.runtime, R)
+            save(here.runtime, R)
+        here.queue(requests, [chunk(start, end)], alternate=True)  # takes pages that are being read
         with torch.npu.stream(torch.npu.Stream()):
-            restore(here.runtime, OTHER, data, end)
-        here.queue(requests, [chunk(end, end + 70, request=OTHER)], alternate=True)
+            restore(here.runtime, OTHER, data, 100)  # into the seat that the last round's launches have
+        here.queue(requests, [chunk(100, 170, request=OTHER)], alternate=True)
         here.runtime.end_request(OTHER)
     violations = check(here.runtime.trace.records(), here.runtime.trace.dropped).violations
+    gate.open()
     assert bool(violations) is not ordered
     here.check_all(requests)
     assert not ordered or here.different == 0
@@ -242,13 +272,15 @@ def test_rows_that_never_come_from_the_device_void_the_tail_and_are_reported() -
     requests = {"r": here.request()}
     gate = Gate(torch.npu.ExternalEvent(), here.streams[0], here.copies)
     here.queue(requests, [chunk(0, 77)])
-    with pytest.raises(CheckpointLost, match=r"has not come within 0\.05 s"):
-        save(here.runtime, R)
-    with pytest.raises(TailVoid, match="its checkpoint has not come"):
-        save(here.runtime, R)
-    assert LeaseState.QUARANTINED in {lease.state for lease in here.runtime.arena.live()}
-    gate.open()
-    torch.npu.synchronize()
+    try:
+        with pytest.raises(CheckpointLost, match=r"has not come within 0\.05 s"):
+            save(here.runtime, R)
+        with pytest.raises(TailVoid, match="its checkpoint has not come"):
+            save(here.runtime, R)
+        assert LeaseState.QUARANTINED in {lease.state for lease in here.runtime.arena.live()}
+    finally:
+        gate.open()
+        torch.npu.synchronize()
 
 
 def test_a_step_takes_a_start_above_0_of_a_restored_request_only() -> None:

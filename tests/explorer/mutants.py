@@ -354,6 +354,17 @@ def _(original: Any) -> Any:
 
 
 @plant(
+    "edge between stages dropped",
+    "stage 1 does not wait for stage 0's launch of the layer on the other stream",
+    "two stages of one thread, cut request, no fault",
+    Lease,
+    "_continue",
+)
+def _(original: Any) -> Any:
+    return _nothing(original)
+
+
+@plant(
     "step completed with its first launch",
     "uBatch 1 goes on while uBatch 0 has still to launch the layer's prefill",
     "decode and prefill are two launches, no fault",

@@ -9,10 +9,13 @@ in vLLM: those of uBatches end before the next forward begins (`joined`), and sw
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+from afd_dsv4.execution.cam import CamForward
+from afd_dsv4.execution.forward import BrokenOff
 from afd_dsv4.workspace.arena import ArenaClosed, CaptureError, Exhausted, Settlement, StillLeased
-from afd_dsv4.workspace.identity import ExecutionId
-from afd_dsv4.workspace.lease import OrderError
+from afd_dsv4.workspace.identity import ExecutionId, Generation
+from afd_dsv4.workspace.lease import LeaseState, OrderError
 from tests.explorer.hosts import Program
 from tests.explorer.oracle import OracleDevice, OracleStream, Work
 from tests.explorer.world import TIMEOUT_S, Broken, Refused, Run, Thread, World, graph, live
@@ -144,6 +147,87 @@ class Ended:
 
     def __call__(self) -> bool:
         return self._running == 0
+
+
+class Stage:
+    """One stage's execution, as `execution/cam.py` sees it; nothing without requests."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.lost: str | None = None
+
+    def computed(self, layer: int) -> bool:
+        return all(step in self.run.launched for step in self.run.world.steps if step[0] == layer)
+
+    def finish(self) -> None:
+        if len(self.run.launched) < len(self.run.world.steps):
+            self.lost = "launches are missing"
+        if self.run.lease.state is LeaseState.ACQUIRED:
+            self.run.finish()
+
+
+class Stages:
+    """What a forward of stages asks of a runtime. In place of chunks it gets names."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.open: list[Stage] = []
+
+    def mint(self) -> Generation:
+        return Generation(1)
+
+    def begin(self, chunks: Sequence[Any], *, generation: Generation | None = None, ubatch: int = 0) -> Stage:
+        self.open.append(Stage(self.world.begin(live(generation or 1, ubatch), chunks, self.world.streams[0])))
+        return self.open[-1]
+
+    def end_forward(self, generation: Generation) -> tuple[ExecutionId, ...]:
+        left, self.open = self.open, []
+        for stage in left:
+            try:
+                stage.finish()
+            except (OrderError, DeviceFailed) as error:
+                self.world.refused.append(error)
+        return tuple(stage.run.execution for stage in left)
+
+    def abandon(self, generation: Generation, why: str) -> tuple[ExecutionId, ...]:
+        for stage in self.open:
+            stage.lost = why
+            self.world.arena.quarantine(stage.run.lease, why)
+        return ()
+
+
+def cam(fault: str, *, cut: bool) -> Build:
+    """Two stages of one thread that take turns layer by layer, each on a stream of its own; then another forward."""
+
+    def build(world: World) -> list[Thread]:
+        faults = Faults(world, fault)
+
+        def thread() -> Thread:
+            try:
+                with CamForward(Stages(world), [("p",), ("p",) if cut else ("q",)]) as forward:
+                    before: int | None = None
+                    for layer in range(len(world.steps) // len(world.kinds)):
+                        for stage in (0, 1):
+                            for step in world.steps:
+                                if step[0] == layer:
+                                    yield None
+                                    if faults.strikes("raise"):
+                                        raise Broken(f"at {step} of stage {stage}")
+                                    forward[stage].run.launch(step, world.streams[stage])
+                            if before is not None:
+                                forward.received(before)
+                            forward.sent(layer, stage)
+                            before = stage
+                    forward.received(1)
+            except (Broken, BrokenOff, OrderError, DeviceFailed) as error:
+                world.refused.append(error)
+            for name in [name for name, request in world.requests.items() if request.void]:
+                world.end(name)
+            yield from execute(world, live(2), ("q",) if cut else ("p",), (world.streams[1],), faults)
+
+        return [thread()]
+
+    return build
 
 
 Build = Callable[[World], list[Thread]]
@@ -395,6 +479,14 @@ def programs() -> list[Program]:
         for cut in (False, True):
             shape = "cut request" if cut else "two uBatches"
             add(f"{shape}, {what}", two, ubatches(fault, cut=cut), allowed=allowed, loses=loses)
+            if fault != "die":  # that thread is the runner's
+                add(
+                    f"two stages of one thread, {shape}, {what}",
+                    two,
+                    cam(fault, cut=cut),
+                    allowed=allowed,
+                    loses=loses or fault in ("raise", "wait"),  # with an item under way both are given up
+                )
         add(
             f"auxiliary stream overlaps inside a layer, {what}",
             world(kinds=("a", "b")),

@@ -197,21 +197,22 @@ class Lease(Generic[S]):
             index = self._count[me] + 1
             writer_of, readers_of = self._writer, self._readers
             reads, writes = tuple(reads), tuple(writes)
-            if self._whole or WHOLE in writes or WHOLE in reads:
-                for touch in self._count.items():
-                    self._order(self, touch, stream, me)
-            for part in reads:
-                writer = writer_of.get(part)
-                if writer is not None and writer[0] != me:
-                    self._order(self, writer, stream, me)
-            for part in writes:
-                writer = writer_of.get(part)
-                if writer is not None and writer[0] != me:
-                    self._order(self, writer, stream, me)
-                readers = readers_of.get(part)
-                if readers:
-                    for reader in readers.items():
-                        self._order(self, reader, stream, me)
+            if len(self._count) > 1:  # the stream that is alone is in order with itself
+                if self._whole or WHOLE in writes or WHOLE in reads:
+                    for touch in self._count.items():
+                        self._order(self, touch, stream, me)
+                for part in reads:
+                    writer = writer_of.get(part)
+                    if writer is not None and writer[0] != me:
+                        self._order(self, writer, stream, me)
+                for part in writes:
+                    writer = writer_of.get(part)
+                    if writer is not None and writer[0] != me:
+                        self._order(self, writer, stream, me)
+                    readers = readers_of.get(part)
+                    if readers:
+                        for reader in readers.items():
+                            self._order(self, reader, stream, me)
             self._count[me] = index
             for part in reads:
                 readers_of.setdefault(part, {})[me] = index

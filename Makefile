@@ -5,7 +5,7 @@
 # that any of them works from a fresh clone. PYTHON, TORCH_INDEX and CXX: see tests/environment/setup.sh.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench explore soak engine lint format clean clean-all
+.PHONY: help setup demo test bench explore soak afd-soak engine lint format clean clean-all
 
 BIN := .venv/bin
 # Test files at a time. Each takes about 2 GiB of memory while it runs engines.
@@ -34,6 +34,9 @@ explore: setup ## schedules of small programs on the real arena, and every plant
 
 soak: setup ## a random load with faults on the software NPU, every byte compared; ARGS: --seed, --executions, --rounds
 	@$(ON_SOFTNPU) $(BIN)/python -m afd_dsv4.evidence.soak $(ARGS)
+
+afd-soak: setup ## uBatches and stages of AFD, with a fault at every point of their life; ARGS: --seed, --stages, --ranks, --connector
+	@$(ON_SOFTNPU) $(BIN)/python -m tests.afd.soak $(ARGS)
 
 engine: setup ## the real vLLM and vllm-ascend on the software NPU, native against plugin; ARGS: --workloads, --seed, --out
 	@$(BIN)/python -m afd_dsv4.evidence.engine $(ARGS)

@@ -26,6 +26,7 @@ class FfnRole:
         protocol: of the connector.
         connector: the rank's end of it.
         experts: what it computes.
+        stream: where.
 
     Attributes:
         items: answered so far.
@@ -33,7 +34,7 @@ class FfnRole:
         fails: raise in the computation of the next item; a test's fault.
     """
 
-    def __init__(self, protocol: SimpleNamespace, connector: Any, experts: Experts) -> None:
+    def __init__(self, protocol: SimpleNamespace, connector: Any, experts: Experts, stream: Any) -> None:
         self.protocol = protocol
         self.connector = connector
         self.experts = experts
@@ -42,20 +43,24 @@ class FfnRole:
         self.fails: Exception | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="ffn", daemon=True)
-        self._stream = torch.npu.Stream()
+        self._stream = stream
 
     def start(self) -> FfnRole:
         """Begin."""
         self._thread.start()
         return self
 
+    def join(self, timeout_s: float = 30.0) -> None:
+        """Wait for the end of the loop."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise RuntimeError("the FFN loop does not end; close its connector, and let no stream stand still")
+
     def stop(self, timeout_s: float = 30.0) -> BaseException | None:
         """Close the connector, wait for the thread, and say what had ended it before, if anything did."""
         self._stopped.set()
         self.connector.close()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise RuntimeError("the FFN loop did not end after its connector was closed")
+        self.join(timeout_s)
         return self.error
 
     def _loop(self) -> None:

@@ -30,8 +30,8 @@ from tests.stock_world import SPECS
 HIDDEN = 32  # the operator's own check of it must be waived
 GEOMETRY = ModelGeometry("afd", HIDDEN, 3, (4, 128, 4))
 LAYERS = GEOMETRY.num_layers
-LENGTH = 320  # tokens of a sequence
-SEQUENCES = 6
+LENGTH = 264  # tokens of a sequence: two windows of 128, and some
+SEQUENCES = 4
 EXPERTS, TOPK = 4, 2
 RATIOS = (4, 128)
 

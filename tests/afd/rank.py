@@ -37,6 +37,7 @@ from tests.afd import connectors, protocol, ubatching
 from tests.afd.ffn import FfnRole
 from tests.afd.model import EXPERTS, GEOMETRY, HIDDEN, LAYERS, LENGTH, SEQUENCES, TOPK, DriverModel, Experts, truth
 from tests.afd.points import Mode, Planter
+from tests.afd.wire import streams
 
 LAYOUT = page_layout("vllm-ascend-0.23.0", 128)
 SEATS = 3
@@ -180,8 +181,7 @@ class Rank:
         self.boundary = boundary.Boundary(self.runtime)
         self.model = DriverModel(self.truth, self.current_ubatch)
         self.model.at = self.planter.at
-        self.stream = torch.npu.Stream()
-        self.auxiliary = torch.npu.Stream()
+        self.stream, self.auxiliary = streams()["attention"], streams()["auxiliary"]
         self.running: Forward[StockExecution] | None = None
         self.requests: list[Request] = []
         self.flights: deque[Flight] = deque()
@@ -224,7 +224,10 @@ class Rank:
 
         connectors.WIRE.at = self.planter.at
         self.connector = make("attention", 0, audited(base, self))
-        self.ffn = [FfnRole(p, make("ffn", r, base), Experts(self.truth, r, ffn_size)).start() for r in range(ffn_size)]
+        self.ffn = [
+            FfnRole(p, make("ffn", r, base), Experts(self.truth, r, ffn_size), streams()[f"ffn {r}"]).start()
+            for r in range(ffn_size)
+        ]
 
     def close_connector(self) -> list[BaseException]:
         """Close Attention's end, which drains nothing; what it raises is returned."""

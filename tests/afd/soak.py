@@ -251,9 +251,9 @@ class Life:
                     lost |= {chunk.request for chunk in part}
         totals.expect(not rank.runtime._open, f"no execution is left open: {rank.runtime._open}")
         rank.model.outputs, rank.model.keep = [], []
+        rank.land_all()  # what came before has its answers
         if self.mode is not Mode.CAM:
-            rank.reconnect()
-        rank.land_all()
+            rank.reconnect()  # the FFN rank waits for the rest of this forward
         gone = [request for request in rank.requests if request.name in {chunk.request for chunk in chunks}]
         for request in gone[:1] if lost else []:
             if request.name in lost:
@@ -463,6 +463,8 @@ class Life:
         else:
             connectors.WIRE.mute = True
         rank.forward(self._two_stages())
+        if point is Point.FFN_DIES:
+            rank.ffn[-1].join()
         assert rank.running is not None
         leases = [execution.lease for execution in rank.running.executions if execution.lease is not None]
         totals.expect(arena.watch() == () and arena.counters.quarantined == 0, "nothing is given up before its time")

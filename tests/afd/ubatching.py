@@ -87,7 +87,11 @@ class AscendUBatchContext:
         observe("enter", self.id)
         _THREAD_ID_TO_CONTEXT[threading.get_ident()] = self.id
         _CURRENT_CONTEXTS[self.id] = self
-        self.ready_barrier.wait()
+        try:
+            self.ready_barrier.wait()
+        except threading.BrokenBarrierError:  # upstream never breaks it
+            del _THREAD_ID_TO_CONTEXT[threading.get_ident()]
+            raise
         self._resume(self.compute_stream)
         return self
 

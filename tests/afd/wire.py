@@ -15,6 +15,7 @@ Not here: more processes than one, quantisation, the gate on Attention.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import queue
 import threading
@@ -47,6 +48,13 @@ class WrongPayload(ProtocolError, ValueError):
 
 
 POISON_ROWS = 2
+
+
+@functools.cache
+def streams() -> dict[str, Any]:
+    """The streams of this process by name, made once: torch hands out a stream of a small pool, in turn, and a stream
+    that waits for itself under another name waits for ever."""
+    return {name: torch.npu.Stream() for name in ("attention", "auxiliary", "ffn 0", "ffn 1", "release")}
 
 
 @dataclass(eq=False)
@@ -150,7 +158,7 @@ class Wire:
         """Let every stream go on that waits for an answer which never came. What it then reads is not an answer."""
         self.mute = False
         self.going.set()
-        stream = torch.npu.Stream()
+        stream = streams()["release"]
         with self._lock:
             for event in self._open:
                 event.record(stream)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""A small seed of the soak of AFD, with every point of a forward's life; and that the soak fails where it should."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from afd_dsv4.softnpu import runtime as softnpu
+from tests.afd import soak
+from tests.afd.points import Mode, Point
+from tests.stock_world import small_hidden_size
+
+__all__ = ["small_hidden_size"]  # a fixture
+
+pytestmark = pytest.mark.npu
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_every_point_has_its_outcome(mode: Mode) -> None:
+    totals = soak.soak(mode, "small", 60)
+    assert soak._missed(totals, mode) == []
+    assert totals.violations == []
+    assert (totals.corrupt, totals.lost.total()) == (0, 0)
+    assert totals.rows > 100
+    assert (totals.fatal > 0) == (mode is Mode.CAM)
+    assert (totals.swallowed > 0) == (mode is Mode.DBO)
+    assert totals.quarantined > 0
+    assert soak.failures(totals, [], (3, 3), [mode]) == []
+
+
+def test_points_are_numbered_from_one_without_a_gap() -> None:
+    assert [point.number for point in Point] == [*range(1, len(Point) + 1)]
+    assert len({point.what for point in Point}) == len(Point)
+
+
+def test_the_soak_fails_for_each_of_its_reasons() -> None:
+    good = soak.Totals()
+    for point in Point:
+        good.hits[Mode.SYNC, point] += Mode.SYNC in point.where
+    modes = [Mode.SYNC]
+    assert soak.failures(good, [], (2, 2), modes) == []
+    assert "blind" in soak.failures(good, ["it"], (2, 2), modes)[0]
+    assert "1 of 2 planted" in soak.failures(good, [], (1, 2), modes)[0]
+    assert soak.failures(good, [], (0, 0), modes)
+    assert "point 1 " in soak.failures(soak.Totals(), [], (2, 2), modes)[0]
+    for bad in (soak.Totals(violations=["x"]), soak.Totals(corrupt=1)):
+        assert "violated" in soak.failures(good + bad, [], (2, 2), modes)[-1]
+    bad = soak.Totals()
+    bad.lost["slots"] = 1
+    assert "violated" in soak.failures(good + bad, [], (2, 2), modes)[-1]
+
+
+def test_an_outcome_that_is_not_the_expected_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime that does not give up what it was told to would be found."""
+    monkeypatch.setattr(soak.Rank, "take_slots", lambda rank: 0)
+    totals = soak.soak(Mode.SYNC, "blind", 1, points=False)
+    assert totals.lost["slots"] > 0
+    softnpu.set_schedule(0)

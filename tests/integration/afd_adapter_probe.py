@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""Run as a program by test_adapter_afd.py, by the interpreter of (vllm 0.26.0, vllm-ascend 80d8c194f) with afd-plugin
+85e826e on its path: what the plugin decides there, what it changes, and whether worker, runner and connector are made.
+
+It prints one JSON object. What must not disturb anything else runs in forked children; the worker's device is made
+ready in this process, at the end. Argument: the engines to decide on by name, as JSON (`isolation_probe.decide_all`).
+PROBE_CONNECTOR names the connector that a worker is made with.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from afd_dsv4.evidence import isolation_probe as probe
+
+probe.UPSTREAM = (*probe.UPSTREAM, "afd_plugin")  # type: ignore[assignment]  # longer
+AFD_MODULES = (
+    "afd_plugin.connectors.factory",
+    "afd_plugin.connectors.npu.async_cam",
+    "afd_plugin.connectors.npu.camp2p",
+    "afd_plugin.v1.worker.npu.attention_model_runner",
+    "afd_plugin.v1.worker.npu.attention_worker",
+    "afd_plugin.v1.worker.npu.ffn_worker",
+    "afd_plugin.v1.worker.npu.npu_ubatch_wrapper",
+)
+ARCHITECTURE = "AFDDeepseekV4ForCausalLM"
+
+
+def mapping(connector: str, **values: Any) -> dict[str, Any]:
+    """afd-plugin's configuration of one server."""
+    found: dict[str, Any] = {"role": "attention", "connector": connector, "num_attention_ranks": 1, "num_ffn_ranks": 1}
+    if connector == "CAMAsyncAFDConnector":
+        found |= {"async": True, "compute_gate_on_attention": True}
+    return found | values
+
+
+def settle(model: str, arguments: Mapping[str, Any]) -> None:
+    """Make a configuration natively: what afd-plugin patches, it patches now."""
+    for connector in ("CAMAsyncAFDConnector", "CAMP2pAFDConnector"):
+        probe.configure(model, {**arguments, "additional_config": {"afd": mapping(connector)}})
+    probe.configure(model, arguments)
+
+
+def observe(model: str, mode: str, afd: dict[str, Any] | None, ignored: set[str]) -> dict[str, Any]:
+    """Load the plugin in one mode, make a configuration, compare everything; then once more behind `unwatch`."""
+    from afd_dsv4 import plugin
+
+    before = probe.snapshot()
+    probe.load(mode)
+    engine = probe.decided(model, {"additional_config": {"afd": afd} if afd else {}})
+    ignored = ignored | probe.WATCHES | {probe.LOADED}
+    found = [name for name in probe.changes(before, probe.snapshot()) if name not in ignored]
+    plugin.unwatch()
+    left = [name for name in probe.changes(before, probe.snapshot()) if name not in ignored]
+    return {"engine": engine, "changes": found, "left": left}
+
+
+def made(model: str, connector: str) -> dict[str, Any]:
+    """Have vLLM make the worker that a configuration names, and make its device ready."""
+    from afd_plugin.connectors.factory import AFDConnectorFactory
+    from vllm.utils.network_utils import get_distributed_init_method, get_open_port
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    probe.load("afd")
+    vllm_config = probe.configure(model, {"additional_config": {"afd": mapping(connector)}})
+    named = vllm_config.parallel_config.worker_cls
+    registry = dict(AFDConnectorFactory._registry)
+    before = probe.snapshot()
+    wrapper = WorkerWrapperBase(rpc_rank=0)
+    address = get_distributed_init_method("127.0.0.1", get_open_port())
+    arguments = {"local_rank": 0, "rank": 0, "distributed_init_method": address, "is_driver_worker": True}
+    wrapper.init_worker([{"vllm_config": vllm_config, **arguments}])
+    wrapper.init_device()
+    worker: Any = wrapper.worker
+    runner = worker.model_runner
+    names = ("attention_worker.AFDNPUAttentionModelRunner", "attention_model_runner.AFDNPUAttentionModelRunner")
+    result = {
+        "named": named,
+        "worker": [cls.__name__ for cls in type(worker).__mro__[:4]],
+        "worker_cls": vllm_config.parallel_config.worker_cls,
+        "runner": [cls.__name__ for cls in type(runner).__mro__[:4]],
+        "connector": [cls.__name__ for cls in type(runner.connector).__mro__[:3]],
+        "registry_is_as_before": AFDConnectorFactory._registry == registry,
+        "names_are_as_before": [
+            name
+            for name in probe.changes(before, probe.snapshot())
+            if name.startswith("afd_plugin") and name.endswith(names)
+        ],
+        "architectures": list(runner.model_config.hf_config.architectures),
+        "bytes_before_the_model": runner.tail_bytes,
+    }
+    runner._afd_pending_metadata = runner._afd_async_moe_ubatch_metadata = runner.ubatch_slices = object()
+    runner._forget()
+    result["forgotten"] = [runner._afd_pending_metadata, runner._afd_async_moe_ubatch_metadata, runner.ubatch_slices]
+    worker.shutdown()
+    result["initialized_at_the_end"] = runner.connector.is_initialized
+    return result
+
+
+def closed() -> dict[str, str | None]:
+    """How a connector of ours ends whose native one returns, raises, or does not come back."""
+    from afd_dsv4.compat.adapters.vllm_0_26_0_ascend_80d8c194f_afd_85e826e import connectors
+
+    release = threading.Event()
+
+    def returns() -> None:
+        pass
+
+    def raises() -> None:
+        raise RuntimeError("planted")
+
+    def hangs() -> None:
+        release.wait()
+
+    found: dict[str, str | None] = {}
+    connectors.CLOSE_S = 0.05  # type: ignore[misc]  # the hang is definite, however short it is
+    for native in (returns, raises, hangs):
+        base = type("Native", (), {"close": lambda _self, native=native: native()})
+        ours = type("Ours", (connectors.WatchedMixin, base), {})()
+        ours.close()
+        ours.close()
+        found[native.__name__] = ours.refused
+        found[f"{native.__name__}, hangs"] = str(ours.hangs)
+        if ours.refused:
+            try:
+                ours.send_attn_output(None, None)
+            except RuntimeError as error:
+                found[f"{native.__name__}, then sends"] = str(error)
+    release.set()
+    return found
+
+
+def main() -> None:
+    """Decide, compare, make, print."""
+    engines: dict[str, dict[str, Any]] = json.loads(sys.argv[1])
+    os.environ["VLLM_PLUGINS"] = probe.OTHERS
+
+    import vllm.plugins
+
+    probe.platform()
+    attention = {
+        "attention": {"additional_config": {"afd": mapping("CAMP2pAFDConnector"), "afd_dsv4": {"mode": "afd"}}}
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(probe.MODEL))
+        vllm.plugins.load_general_plugins()
+        without_afd = probe.in_child(probe.decide_all, folder, attention)
+        os.environ["VLLM_PLUGINS"] = "afd"  # the others are not to be loaded twice
+        vllm.plugins.plugins_loaded = False
+        vllm.plugins.load_general_plugins()
+        for name in (*probe.VLLM_MODULES, *probe.ASCEND_MODULES, *AFD_MODULES):
+            importlib.import_module(name)
+        from vllm.model_executor.models import ModelRegistry
+
+        with_its_own_model = probe.in_child(probe.decide_all, folder, attention)
+        ModelRegistry.register_model(ARCHITECTURE, "somebody.models:DeepseekV4")  # it is asked for by name only
+        settle(folder, {})
+        probe.snapshot()
+        before = probe.snapshot()
+        settle(folder, {})
+        theirs = set(probe.changes(before, probe.snapshot()))
+        cam = mapping("CAMAsyncAFDConnector")
+        result = {
+            "without_afd": without_afd["attention"],
+            "with_its_own_model": with_its_own_model["attention"],
+            "engines": probe.in_child(probe.decide_all, folder, engines),
+            "theirs": sorted(theirs),
+            "compared": len(before),
+            "symbols": {
+                name: probe.in_child(observe, folder, mode, afd, theirs)
+                for name, mode, afd in (
+                    ("off", "off", cam),
+                    ("afd without AFD", "afd", None),
+                    ("afd as FFN", "afd", {**cam, "role": "ffn"}),
+                    ("afd", "afd", cam),
+                )
+            },
+            "closed": closed(),
+            "made": made(folder, os.environ["PROBE_CONNECTOR"]),
+        }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.npu
 FLASH = preset("flash")
 REQUESTS, ROWS = 8, 4  # of a batch; two stages of four requests
 STAGES = 2
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 VERDICT = Verdict(True, (), "this benchmark", frozenset({"_C_ascend::compressor"}))
 
 
@@ -51,7 +52,6 @@ class Stages:
         places = [(compressor.layer, compressor.kind) for compressor in FLASH.compressors]
         true = torch.ops._C_ascend.compressor
         self.launches = adapter.Launches(true, places, self.device)
-        self.layers = [[c.kind for c in FLASH.compressors if c.layer == layer] for layer in range(FLASH.num_layers)]
         nothing = torch.empty(0, device=self.device)
         self.runtime = StockRuntime(
             FLASH,
@@ -82,6 +82,17 @@ class Stages:
             for _, requests in self.splits
             for kind in CompressorKind
         }
+        starts = torch.zeros(REQUESTS, dtype=torch.int32, device=self.device)
+        self.calls: list[list[Call]] = [
+            [
+                self.arguments(compressor.kind, self.launches.states[layer, compressor.kind], table, requests, starts)
+                for compressor in FLASH.compressors
+                if compressor.layer == layer
+                for table, requests in self.splits
+                if requests
+            ]
+            for layer in range(FLASH.num_layers)
+        ]
         self.position = 0
         self.stage = 0
 
@@ -93,30 +104,22 @@ class Stages:
         projection = torch.zeros(wide, FLASH.hidden_size, **bf16)
         return projection, projection, torch.zeros(kind.ratio, wide, device=self.device), torch.ones(head, **bf16)
 
-    def call(self, operator: Any, kind: CompressorKind, state: Any, table: Any, requests: int, starts: Any) -> None:
-        """One launch, as vllm-ascend makes it."""
+    def arguments(self, kind: CompressorKind, state: Any, table: Any, requests: int, starts: Any) -> Call:
+        """Of one launch, as vllm-ascend makes it."""
         (x, cu_seqlens), (wkv, wgate, ape, norm) = self.inputs[requests], self.weights[kind]
         rope = self.rope[requests, kind.ratio]
-        operator(
-            x,
-            wkv,
-            wgate,
-            state,
-            ape,
-            norm,
-            rope,
-            rope,
-            state_block_table=table,
-            cu_seqlens=cu_seqlens,
-            seqused=None,
-            start_pos=starts,
-            rope_head_dim=FLASH.qk_rope_head_dim,
-            cmp_ratio=kind.ratio,
-            coff=kind.coff,
-            norm_eps=1e-6,
-            rotary_mode=2,
-            cache_mode=1,
-        )
+        return (x, wkv, wgate, state, ape, norm, rope, rope), {
+            "state_block_table": table,
+            "cu_seqlens": cu_seqlens,
+            "seqused": None,
+            "start_pos": starts,
+            "rope_head_dim": FLASH.qk_rope_head_dim,
+            "cmp_ratio": kind.ratio,
+            "coff": kind.coff,
+            "norm_eps": 1e-6,
+            "rotary_mode": 2,
+            "cache_mode": 1,
+        }
 
     def forward(self) -> None:
         """All layers of both stages: attention, send, receive."""
@@ -131,18 +134,13 @@ class Stages:
         true = [table.flat for table in tables]
         for table in tables:
             table.flat = NoScatter()  # type: ignore[assignment]
-        operators = self.torch.ops._C_ascend
+        operator = self.torch.ops._C_ascend.compressor
         with cam, self.launches.of(cam.executions, [self.decodes] * STAGES, lambda: self.stage):
-            for layer, kinds in enumerate(self.layers):
+            for layer, calls in enumerate(self.calls):
                 for self.stage in range(STAGES):
-                    for kind in kinds:
-                        state = self.launches.states[layer, kind]
-                        for table, requests in self.splits:
-                            if requests:
-                                WATCH.go()
-                                self.call(operators.compressor, kind, state, table, requests, None)
-                                WATCH.stop()
                     WATCH.go()
+                    for positional, named in calls:
+                        operator(*positional, **named)
                     cam.sent(layer, self.stage)
                     cam.received(self.stage)
                     WATCH.stop()
@@ -157,10 +155,11 @@ class Stages:
         state = torch.zeros(requests * 4, 8, FLASH.row_bytes(kind) // 4, device=self.device)
         table = torch.arange(1, requests * 3 + 1, dtype=torch.int32, device=self.device).view(requests, 3)
         starts = torch.zeros(requests, dtype=torch.int32, device=self.device)
+        positional, named = self.arguments(kind, state, table, requests, starts)
         taken = []
         for _ in range(rounds):
             begun = perf_counter()
-            self.call(torch.ops._C_ascend.compressor, kind, state, table, requests, starts)
+            torch.ops._C_ascend.compressor(*positional, **named)
             taken.append(perf_counter() - begun)
             torch.npu.synchronize()
         return statistics.median(taken) / US

@@ -60,21 +60,6 @@ def lanes(num_layers: int, draft_ratios: Sequence[int]) -> tuple[Lane, ...]:
     )
 
 
-def slots(ubatches: int, lanes: Sequence[Lane] = (), graph_keys: int = 0) -> int:
-    """Workspace slots that a worker needs, however many layers and requests it has: one an execution in flight.
-
-    Args:
-        ubatches: of a forward, or stages; 1 where it is not cut.
-        lanes: draft lanes, whose slots lie in their own runtimes.
-        graph_keys: graphs that are captured in full, unless they share a slot.
-    """
-    if ubatches < 1 or graph_keys < 0:
-        raise ValueError(
-            f"{ubatches} uBatches and {graph_keys} graph keys; there is at least 1 uBatch, and no fewer than 0 keys"
-        )
-    return ubatches + len(lanes) + graph_keys
-
-
 @contextmanager
 def drafting(
     runtimes: Mapping[Lane, LaneRuntime[E]],

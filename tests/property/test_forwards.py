@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from afd_dsv4.device.model import ModelStream
 from afd_dsv4.execution.cam import CamError, CamForward
 from afd_dsv4.execution.forward import BrokenOff, Forward
-from afd_dsv4.execution.substep import Lane, drafting, lanes, slots
+from afd_dsv4.execution.substep import Lane, drafting, lanes
 from afd_dsv4.execution.ubatch import parts
 from afd_dsv4.tail.tables import RequestChunk, RequestId
 from afd_dsv4.workspace.arena import Exhausted
@@ -69,7 +69,7 @@ class Engine:
         self.rng, self.ubatches, self.faulty, self.seats = rng, ubatches, faulty, seats
         self.lanes = lanes(layers, draft_ratios)
         self.keys = [f"graph {i}" for i in range(graphs)]
-        self.needed = slots(ubatches, self.lanes, graphs)
+        self.needed = ubatches + len(self.lanes) + graphs
         self.runtime = ModelRuntime(
             rng.randrange(1 << 30),
             layers=layers,

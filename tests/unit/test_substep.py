@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from afd_dsv4.execution.substep import Lane, drafting, lanes, slots
+from afd_dsv4.execution.substep import Lane, drafting, lanes
 from afd_dsv4.geometry import InputError, from_hf_config, preset
 from afd_dsv4.tail.tables import RequestChunk, RequestId
 from afd_dsv4.workspace.identity import Generation
@@ -39,19 +39,6 @@ def test_a_config_with_a_lane_is_refused() -> None:
     with pytest.raises(InputError, match="compress ratio of draft layer 2: 4; draft layers must own no compressor"):
         from_hf_config(CONFIG | {"compress_ratios": [4, 128, 4]}, "made up")
     assert from_hf_config(CONFIG | {"compress_ratios": [4, 128, 0]}, "made up").compress_ratios == (4, 128)
-
-
-@pytest.mark.parametrize(
-    ("ubatches", "ratios", "keys", "expected"), [(1, [], 0, 1), (2, [0], 0, 2), (2, [0, 4], 1, 4), (3, [4, 128], 2, 7)]
-)
-def test_slots_are_ubatches_lanes_and_graph_keys(ubatches: int, ratios: list[int], keys: int, expected: int) -> None:
-    assert slots(ubatches, lanes(5, ratios), keys) == expected
-
-
-@pytest.mark.parametrize(("ubatches", "keys"), [(0, 0), (1, -1)])
-def test_no_ubatch_is_refused(ubatches: int, keys: int) -> None:
-    with pytest.raises(ValueError, match="there is at least 1 uBatch"):
-        slots(ubatches, (), keys)
 
 
 def test_a_substep_without_a_lane_begins_nothing() -> None:

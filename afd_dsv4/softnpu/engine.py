@@ -90,7 +90,7 @@ def run(
         subprocess.TimeoutExpired: it did not end.
     """
     # The interpreter need not have this package.
-    path = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(CHECKOUT), *filter(None, [{**os.environ, **(environment or {})}.get("PYTHONPATH")])]
     devices = {"SOFTNPU_DEVICES": str(spec.get("engine", {}).get("tensor_parallel_size", 1))}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(dict(spec), file)

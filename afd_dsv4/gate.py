@@ -28,7 +28,7 @@ AFD_WORKER: Final = "afd_plugin.v1.worker.npu.AFDNPUAttentionWorker"
 #: Devices whose page sizes `geometry` knows.
 DEVICES: Final = ("A2", "A3")
 ATTENTION: Final = "attention"
-#: Connectors of afd-plugin that an adapter can follow: the first in two stages, too, the second in two uBatches.
+#: Connectors of afd-plugin that an adapter can follow.
 CAM_ASYNC: Final = "CAMAsyncAFDConnector"
 CAM_P2P: Final = "CAMP2pAFDConnector"
 #: What afd-plugin 85e826e registers for DeepSeek-V4. Its constructor raises on every device but CUDA.
@@ -346,8 +346,11 @@ def _against_afd(afd: AfdFacts, facts: EngineFacts) -> Iterator[str]:
         yield _no(CAM_ASYNC, "async is false", 'set additional_config["afd"]["async"] to true')
     if afd.connector == CAM_ASYNC and afd.stages is not None and afd.stages not in (1, 2):
         yield _no("async_moe_num_ubatches", str(afd.stages), "set it to 2")
-    if afd.connector == CAM_P2P and facts.ubatches is not None and facts.ubatches > 2:
-        yield _no("uBatches", str(facts.ubatches), "DBO of afd-plugin has two; set --ubatch-size 2")
+    if afd.connector == CAM_P2P and facts.ubatches is not None and facts.ubatches > 1:
+        # v1/worker/npu/attention_model_runner.py: shared_dsa_metadata_caches; the stages of CAM_ASYNC have one each.
+        found = f"{facts.ubatches} uBatches, of which all but the first get lengths and positions of the first"
+        remedy = "drop --enable-dbo; with it this commit serves no DeepSeek-V4, with or without this plugin"
+        yield _no("DBO of afd-plugin", found, remedy)
     if afd.connector == CAM_ASYNC and afd.split not in ("request", "token"):
         yield _no("async_moe_split", str(afd.split), "use 'request' or 'token'")
 

@@ -285,7 +285,7 @@ def test_each_obstacle_to_afd_alone_is_the_one_reason_and_says_what_was_found_an
 @pytest.mark.parametrize("worker", [gate.NATIVE_WORKER, gate.AFD_WORKER, WORKER])
 @pytest.mark.parametrize(
     ("afd", "ubatches"),
-    [(ATTENTION, 2), (replace(ATTENTION, stages=1), 1), (replace(ATTENTION, split="request"), 2), (P2P, 0), (P2P, 2)],
+    [(ATTENTION, 2), (replace(ATTENTION, stages=1), 1), (replace(ATTENTION, split="request"), 2), (P2P, 0), (P2P, 1)],
 )
 def test_both_connectors_are_followed_cut_or_whole_with_afd_plugins_worker_or_vllm_ascends(afd, ubatches, worker):
     facts = replace(PLAIN, afd=afd, ubatches=ubatches, worker_cls=worker, covers=COVERED)
@@ -297,9 +297,14 @@ def test_afd_plugins_worker_is_none_that_a_colocated_one_may_stand_in_for():
     assert reason.startswith("worker class")
 
 
-def test_dbo_in_more_than_two_and_fewer_slots_than_stages_are_refused():
-    (reason,) = refused(Settings(Mode.AFD, slots=4), afd=P2P, ubatches=4, covers=COVERED)
-    assert reason.startswith("uBatches: 4")
+@pytest.mark.parametrize("ubatches", [2, 4])
+def test_dbo_is_refused_since_the_second_ubatch_gets_the_metadata_of_the_first(ubatches):
+    (reason,) = refused(Settings(Mode.AFD, slots=4), afd=P2P, ubatches=ubatches, covers=COVERED)
+    assert reason.startswith(f"DBO of afd-plugin: {ubatches} uBatches, of which all but the first")
+    assert "with or without this plugin" in reason
+
+
+def test_fewer_slots_than_stages_are_refused():
     (reason,) = refused(Settings(Mode.AFD, slots=1), afd=ATTENTION, ubatches=2, covers=COVERED)
     assert "setting slots: 1 for 2 uBatches" in reason
 

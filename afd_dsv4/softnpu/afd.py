@@ -64,6 +64,12 @@ def declared(checkout: str) -> Iterator[dict[str, str]]:
         yield {"BATCH_SIZE_FACTOR": os.environ.get("BATCH_SIZE_FACTOR", "0.01"), "PYTHONPATH": os.pathsep.join(path)}
 
 
+def prepare(checkpoint: Path) -> None:
+    """Say in a checkpoint's configuration that no layer is dense, which afd-plugin's FFN loop asks of every model."""
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "first_k_dense_replace": 0}))
+
+
 def run(
     spec: Mapping[str, Any],
     afd: Mapping[str, Any],

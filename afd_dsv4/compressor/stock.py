@@ -15,8 +15,8 @@ tensor that is metadata on the stream that launches, or let that wait for the au
 build overwrites is overwritten behind the launches that were queued before. A build between a uBatch's own build and
 its launches overwrites nothing of it: prefill and the stages of a cut batch get a difference, which is a new tensor
 (dsa_v1.py:build_prefill_metadata, afd-plugin's ubatch_utils.py:slice_query_start_locs), and the decodes of an uncut
-batch a view of the one tensor that the runner fills once a step. A launch whose metadata is another uBatch's has other
-tokens or requests than its execution, and is refused.
+batch a view of the one tensor that the runner fills once a step. A launch with other tokens or requests than its
+execution has, as with the metadata of another uBatch, is refused.
 """
 
 from __future__ import annotations

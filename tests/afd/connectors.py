@@ -276,7 +276,7 @@ class CAMAsyncAFDConnector(AFDConnectorBase):
 
     def _destroy(self) -> None:
         """`dist.destroy_process_group`."""
-        WIRE.leave(self.cam_pg)
+        WIRE.leave(self.cam_pg, self.world_rank)
 
     def select_experts(self, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError("the model of the tests routes by a table")
@@ -550,7 +550,7 @@ class CAMP2pAFDConnector(AFDConnectorBase):
 
     def _destroy(self, name: str) -> None:
         """`dist.destroy_process_group`."""
-        WIRE.leave(name)
+        WIRE.leave(name, self.world_rank)
 
     def send_attn_output(self, hidden_states: torch.Tensor, context: AFDTransferContext, **kwargs: Any) -> None:
         self._require_initialized()
@@ -621,11 +621,13 @@ class CAMP2pAFDControlPlane(AFDControlPlane):
 
     def send_dp_metadata_list(self, payload: AFDControlPayload) -> None:
         self.connector._require_initialized()
-        WIRE.send_control(self.connector.hccl_comm_name_list[0], encode_control_payload(payload))
+        here = self.connector
+        WIRE.send_control(here.hccl_comm_name_list[0], encode_control_payload(payload), here.role_rank)
 
     def recv_dp_metadata_list(self) -> AFDControlPayload:
         self.connector._require_initialized()
-        return decode_control_payload(WIRE.recv_control(self.connector.hccl_comm_name_list[0]))
+        here = self.connector
+        return decode_control_payload(WIRE.recv_control(here.hccl_comm_name_list[0], here.role_rank))
 
 
 for _name in ("CAMP2pAFDConnector", "CAMAsyncAFDConnector"):

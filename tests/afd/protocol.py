@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 VARIABLE = "AFD_PLUGIN_PATH"
@@ -55,6 +55,8 @@ def commit() -> SimpleNamespace:
     path = os.environ[VARIABLE]
     if path not in sys.path:
         sys.path.insert(0, path)
+    for name in ("umdk_cam_op_lib", "afd_plugin._C_ascend"):  # their operators are the software NPU's own
+        sys.modules.setdefault(name, ModuleType(name))
     from afd_plugin import config, connectors
     from afd_plugin.connectors import base, metadata
     from afd_plugin.connectors.npu import async_cam, camp2p

@@ -134,35 +134,87 @@ def audited(base: type[Any], rank: Rank) -> type[Any]:
     return Audited
 
 
+@dataclass(frozen=True)
+class Alone:
+    """A world of one Attention rank, in this process: two FFN ranks with CAM, one with CAMP2P."""
+
+    ffn: int
+    port: int
+    attention: int = 1
+
+
+def make_connector(p: SimpleNamespace, mode: Mode, place: Any, role: str, number: int, rank: Rank | None = None) -> Any:
+    """One end, initialised; audited where it is a rank's."""
+    cam = mode is Mode.CAM
+    name = "CAMAsyncAFDConnector" if cam else "CAMP2pAFDConnector"
+    settings = connectors.settings(
+        hidden_size=HIDDEN,
+        topk=TOPK,
+        experts=EXPERTS,
+        max_tokens=MAX_TOKENS + PARENT_ALIGN,
+        ubatches=2 if mode is Mode.DBO else 1,
+    )
+    config = p.AFDConfig(
+        connector=name,
+        async_dp=cam,
+        role=role,
+        num_attention_ranks=place.attention,
+        num_ffn_ranks=place.ffn,
+        port=place.port,
+    )
+    cls = p.AFDConnectorFactory.get_connector_class(name)
+    connector = (cls if rank is None else audited(cls, rank))(number, 0, settings, config, number)
+    connector.init_afd_connector()
+    return connector
+
+
+def start_ffn(p: SimpleNamespace, mode: Mode, place: Any, ranks: Sequence[int]) -> list[FfnRole]:
+    """FFN ranks in this process."""
+    weights = truth(0, routed=mode is Mode.CAM)
+    return [
+        FfnRole(
+            p, make_connector(p, mode, place, "ffn", r), Experts(weights, r, place.ffn), streams()[f"ffn {r}"]
+        ).start()
+        for r in ranks
+    ]
+
+
 class Rank:
     """See the module.
 
     Args:
         mode: how Attention and FFN are coupled.
-        seed: of the model; requests come from `rng`.
         split: of CAM: "token" or "request".
         sequence_parallel: of CAM: stages are padded, as under sequence parallelism.
         ordered: False queues no wait: a control.
         slots: None for as many as there are uBatches.
+        protocol_: None for the double.
+        place: the world of which this is a rank, whose FFN ranks are in another process; None for a world of its own.
+        number: of the rank.
     """
 
     def __init__(
         self,
         mode: Mode,
-        seed: int = 0,
         *,
         split: str = "token",
         sequence_parallel: bool = False,
         ordered: bool = True,
         slots: int | None = None,
+        protocol_: SimpleNamespace | None = None,
+        place: Any = None,
+        number: int = 0,
     ) -> None:
         self.mode, self.split, self.sequence_parallel = mode, split, sequence_parallel
-        self.protocol: SimpleNamespace = protocol.double()
+        self.protocol: SimpleNamespace = protocol_ or protocol.double()
+        self.apart = place is not None
+        self.place = place or Alone(2 if mode is Mode.CAM else 1, 1239 + id(self) % 1000)
+        self.number = number
         self.planter = Planter()
         self.found = Found()
         self.clock = Clock()
         self.trace = Trace(None)
-        self.truth = truth(seed, routed=mode is Mode.CAM)
+        self.truth = truth(0, routed=mode is Mode.CAM)
         self.slots = slots or (1 if mode is Mode.SYNC else 2)
         self.runtime = PlantedRuntime(
             GEOMETRY,
@@ -196,38 +248,10 @@ class Rank:
     # The connector, and who is behind it
 
     def connect(self) -> None:
-        """Make both ends, and start the FFN ranks."""
-        p, cam = self.protocol, self.mode is Mode.CAM
-        ffn_size = 2 if cam else 1
-        name = "CAMAsyncAFDConnector" if cam else "CAMP2pAFDConnector"
-        settings = connectors.settings(
-            hidden_size=HIDDEN,
-            topk=TOPK,
-            experts=EXPERTS,
-            max_tokens=MAX_TOKENS + PARENT_ALIGN,
-            ubatches=2 if self.mode is Mode.DBO else 1,
-        )
-        base = p.AFDConnectorFactory.get_connector_class(name)
-
-        def make(role: str, rank: int, cls: type[Any]) -> Any:
-            config = p.AFDConfig(
-                connector=name,
-                async_dp=cam,
-                role=role,
-                num_attention_ranks=1,
-                num_ffn_ranks=ffn_size,
-                port=1239 + id(self) % 1000,
-            )
-            connector = cls(rank, 0, settings, config, rank)
-            connector.init_afd_connector()
-            return connector
-
+        """Make Attention's end, and start the FFN ranks where they are in this process."""
         connectors.WIRE.at = self.planter.at
-        self.connector = make("attention", 0, audited(base, self))
-        self.ffn = [
-            FfnRole(p, make("ffn", r, base), Experts(self.truth, r, ffn_size), streams()[f"ffn {r}"]).start()
-            for r in range(ffn_size)
-        ]
+        self.connector = make_connector(self.protocol, self.mode, self.place, "attention", self.number, self)
+        self.ffn = [] if self.apart else start_ffn(self.protocol, self.mode, self.place, range(self.place.ffn))
 
     def close_connector(self) -> list[BaseException]:
         """Close Attention's end, which drains nothing; what it raises is returned."""
@@ -460,7 +484,9 @@ class Rank:
 
     def _announce(self, tokens: Sequence[int]) -> None:
         p = self.protocol
-        counts = {stage: p.AFDDPMetadata(torch.tensor([count])) for stage, count in enumerate(tokens)}
+        # As if all ranks had as many: each FFN rank reads the count of its own Attention rank.
+        ranks = self.place.attention
+        counts = {stage: p.AFDDPMetadata(torch.tensor([count] * ranks)) for stage, count in enumerate(tokens)}
         self.connector.control_plane.send_dp_metadata_list(p.AFDControlPayload(counts, False, False))
 
     def _before(self, parts: Sequence[tuple[RequestChunk, ...]]) -> None:

@@ -11,6 +11,7 @@ Each rank ends with a point that ends one, and is then counted: slots, staging e
 nor quarantined are lost; the order checker judges its trace. Controls, or the soak proves nothing: with the waits of
 the same load left out rows must come out wrong and the checker must say so, and workspace tensors planted in payloads
 must all be found.
+Two ranks are two such processes; and two ranks of one world, whose FFN ranks are in a third process, without faults.
 What it is not: evidence about a device, or about afd-plugin's own code: the protocol is the double's.
 
     python -m afd_dsv4.softnpu -- python -m tests.afd.soak
@@ -49,7 +50,7 @@ from afd_dsv4.tail.tables import RequestChunk, RequestId
 from afd_dsv4.workspace.arena import ArenaClosed, Exhausted, Settlement, StillLeased
 from afd_dsv4.workspace.identity import ExecutionId
 from afd_dsv4.workspace.lease import LeaseState
-from tests.afd import connectors, protocol
+from tests.afd import connectors, protocol, world
 from tests.afd.points import Mode, Planted, Point
 from tests.afd.rank import FENCE_TIMEOUT_S, SEATS, Rank
 from tests.afd.wire import WrongPayload
@@ -59,6 +60,7 @@ STAGES = 10_000  # layers-times-stages of each mode, for each number of ranks
 FAULT_RATE = 0.05  # of forwards
 LIFE = 60  # forwards of a rank, at most
 CONTROL_FORWARDS = 60
+WORLD_FORWARDS = 100
 STARVE_US = 10_000  # much longer than the host takes for a launch: how fast it is must not decide what a control shows
 CELL_LIMIT_S = 900  # a process that takes longer hangs: it says where, and ends
 
@@ -750,6 +752,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done = list(pool.map(Cell.run, cells))
         planted = planting.result()
     totals = sum((found for found, _ in done), Totals())
+    if asked.ranks != 1:
+        for mode in modes:
+            totals += beside(mode, asked.seed)
     blind = [line for _, lines in done for line in lines]
     report(totals, modes, time.monotonic() - started)
     wrong = failures(totals, blind, planted, modes)
@@ -760,6 +765,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"corrupt_rows={totals.corrupt} lost_slots={totals.lost.total()} planted_tensors={planted[0]}/{planted[1]}"
     )
     return int(bool(wrong))
+
+
+def beside(mode: Mode, seed: int) -> Totals:
+    """Two Attention ranks and two FFN ranks in processes of one world, over the operators, without faults."""
+    totals = Totals()
+    said = world.run(mode.name, attention=2, ffn=2, forwards=WORLD_FORWARDS, seed=seed)
+    for rank in said[:2]:
+        totals.stages[mode] += rank["stages"]
+        totals.violations += rank["violations"]
+        totals.expect((rank["closed"], rank["left"]) == ([], 0), f"a rank of a world ends without a rest: {rank}")
+        totals.lost["slots"] += rank["most_slots"] - rank["slots"]
+        for name in ("forwards", "rows", "corrupt", "audited"):
+            setattr(totals, name, getattr(totals, name) + rank[name])
+        totals.ranks += 1
+    totals.items += said[2]["items"]
+    totals.expect(said[2]["runtimes"] == 0 and not said[2]["errors"], f"an FFN process has nothing of ours: {said[2]}")
+    return totals
 
 
 def _planted() -> tuple[int, int]:

@@ -143,7 +143,7 @@ class Wire:
             group.members.add(rank)
         return name
 
-    def leave(self, name: str) -> None:
+    def leave(self, name: str, rank: int) -> None:
         """Destroy a group for all its members: whoever waits for an item in it gets none. Nothing is drained."""
         with self._lock:
             group = self._groups.get(name)
@@ -181,11 +181,11 @@ class Wire:
 
     # Control payloads of CAMP2P
 
-    def send_control(self, name: str, payload: bytes) -> None:
+    def send_control(self, name: str, payload: bytes, rank: int) -> None:
         """Hand bytes to the FFN side."""
         self.group(name).control.put(payload)
 
-    def recv_control(self, name: str) -> bytes:
+    def recv_control(self, name: str, rank: int) -> bytes:
         """Wait on the host for bytes."""
         payload = self.group(name).control.get()
         if payload is None:

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""Attention and FFN in processes of their own, over the software NPU's operators: the double's protocol, and the
+commit's own.
+
+The same world runs both: connectors, planner, two-stage schedule, contexts and threads of uBatches are those of
+`tests/afd/`, or of the checkout that AFD_PLUGIN_PATH names; that one needs the interpreter of its stack, which
+AFD_DSV4_STACK_0_26 names (docs/compat.md). The model is the tests' own: no model of that commit has a compressor that
+runs on an NPU. Not shown: its runner and worker (test_adapter_afd.py).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from afd_dsv4.softnpu import engine
+from tests.afd import world
+
+PYTHON = os.environ.get("AFD_DSV4_STACK_0_26", "")
+CHECKOUT = os.environ.get("AFD_PLUGIN_PATH", "")
+
+pytestmark = [pytest.mark.npu, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+def check(said: list[dict[str, Any]], mode: str, attention: int, protocol: str) -> None:
+    """Every row is right, every lease settled, no slot more than uBatches; nothing of ours is in an FFN process."""
+    ranks, experts = said[:attention], said[attention:]
+    for rank in ranks:
+        assert rank["protocol"] == protocol
+        assert rank["rows"] > 50
+        assert (rank["corrupt"], rank["violations"], rank["closed"], rank["left"]) == (0, [], [], 0)
+        assert rank["slots"] == rank["most_slots"] == (1 if mode == "SYNC" else 2)
+        assert rank["audited"] == 2 * rank["stages"] > 0
+    for process in experts:
+        assert process["protocol"] == protocol
+        assert process["runtimes"] == 0
+        assert process["errors"] == []
+        assert process["items"] > 0
+
+
+@pytest.mark.skipif(bool(CHECKOUT), reason="no such case: AFD_PLUGIN_PATH names the commit's own code")
+@pytest.mark.parametrize("mode", ["CAM", "DBO"])
+def test_two_ranks_on_the_double_share_what_they_must_and_nothing_else(mode: str) -> None:
+    check(world.run(mode, attention=2, ffn=2, forwards=8), mode, 2, "the double")
+
+
+@pytest.mark.skipif(not CHECKOUT, reason="no such case: AFD_PLUGIN_PATH names no checkout")
+@pytest.mark.skipif(not PYTHON, reason="no such case: AFD_DSV4_STACK_0_26 names no interpreter with that stack")
+@pytest.mark.parametrize(("mode", "ranks"), [("CAM", 1), ("CAM", 2), ("DBO", 1), ("SYNC", 1)])
+def test_the_commits_own_connectors_schedule_and_threads_carry_our_executions(
+    mode: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in engine.QUIET.items():
+        monkeypatch.setenv(name, value)
+    said = world.run(mode, attention=ranks, ffn=ranks, forwards=8, python=PYTHON)
+    check(said, mode, ranks, "afd-plugin 85e826e")

@@ -11,7 +11,9 @@ runs on an NPU. Not shown: its runner and worker (test_adapter_afd.py).
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 from typing import Any
 
 import pytest
@@ -57,3 +59,21 @@ def test_the_commits_own_connectors_schedule_and_threads_carry_our_executions(
         monkeypatch.setenv(name, value)
     said = world.run(mode, attention=ranks, ffn=ranks, forwards=8, python=PYTHON)
     check(said, mode, ranks, "afd-plugin 85e826e")
+
+
+@pytest.mark.skipif(not CHECKOUT, reason="no such case: AFD_PLUGIN_PATH names no checkout")
+@pytest.mark.skipif(not PYTHON, reason="no such case: AFD_DSV4_STACK_0_26 names no interpreter with that stack")
+def test_the_doubles_names_signatures_fields_and_plans_are_the_commits() -> None:
+    drop = ("LD_LIBRARY_PATH", "PYTHONPATH")
+    environment = {**engine.QUIET, **{name: value for name, value in os.environ.items() if name not in drop}}
+    done = subprocess.run(
+        [PYTHON, "-m", "afd_dsv4.softnpu", "--", PYTHON, "-m", "tests.afd.faithful"],
+        cwd=world.ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == []

@@ -101,9 +101,46 @@ def made(model: str, connector: str) -> dict[str, Any]:
     runner._afd_pending_metadata = runner._afd_async_moe_ubatch_metadata = runner.ubatch_slices = object()
     runner._forget()
     result["forgotten"] = [runner._afd_pending_metadata, runner._afd_async_moe_ubatch_metadata, runner.ubatch_slices]
-    worker.shutdown()
+    result["ends"] = _ends(worker, runner)
     result["initialized_at_the_end"] = runner.connector.is_initialized
     return result
+
+
+def _ends(worker: Any, runner: Any) -> dict[str, list[str]]:
+    """In which order what ends, where the connector's close returns, raises, or does not come back."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from afd_dsv4.compat.adapters.vllm_0_26_0_ascend_80d8c194f_afd_85e826e import connectors
+
+    order: list[str] = []
+    release = threading.Event()
+    native, engine, tails = type(runner.connector).__mro__[2].close, GPUModelRunner.shutdown, runner.close_tails
+
+    def ended(what: str, then: Any, *arguments: Any) -> Any:
+        order.append(what)
+        return then(*arguments)
+
+    def raises(_self: Any) -> None:
+        raise RuntimeError("planted")
+
+    def hangs(_self: Any) -> None:
+        release.wait()
+
+    found = {}
+    runner.close_tails = lambda: ended("tails", tails)
+    for how, close in (("returns", native), ("raises", raises), ("hangs", hangs)):
+        cls: Any = type(runner.connector).__mro__[2]
+        cls.close = lambda self, close=close: ended("connector", close, self)
+        once = engine if how == "returns" else lambda _self: None  # it ends once
+        GPUModelRunner.shutdown = lambda self, once=once: ended("engine", once, self)  # type: ignore[method-assign]
+        runner.connector._closing = None
+        order.clear()
+        if how == "hangs":
+            connectors.CLOSE_S = 2.0  # type: ignore[misc]  # it hangs however short that is, once it is called
+        worker.shutdown()
+        found[how] = list(order)
+    release.set()
+    return found
 
 
 def closed() -> dict[str, str | None]:

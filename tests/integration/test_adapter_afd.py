@@ -141,7 +141,6 @@ def decided(probed: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
         ("cam in two stages", 2),
         ("cam cut at tokens", 2),
         ("camp2p", 1),
-        ("camp2p with DBO", 2),
         ("worker named", 1),
         ("audited, with three slots", 1),
         ("cam again", 1),
@@ -174,6 +173,7 @@ def test_the_ffn_role_is_off_and_no_refusal_and_has_afd_plugins_worker(
     ("name", "says"),
     [
         ("p2pnccl", "AFD connector: P2pNcclAFDConnector"),
+        ("camp2p with DBO", "DBO of afd-plugin: 2 uBatches"),
         ("another worker", "worker class: collections.OrderedDict"),
         ("one slot for two stages", "setting slots: 1 for 2 uBatches"),
         ("drafting", "speculative decoding: mtp"),
@@ -244,6 +244,9 @@ def test_vllm_makes_our_worker_runner_and_connector_and_nothing_of_ours_stays_re
     assert found["architectures"] == ["AFDDeepseekV4ForCausalLM"]
     assert found["bytes_before_the_model"] == 0
     assert found["forgotten"] == [None, None, None]
+    # The worker sees to the tails once more; that does nothing.
+    whole = ["connector", "tails", "engine", "tails"]
+    assert found["ends"] == {"returns": whole, "raises": whole, "hangs": ["connector", "tails", "tails"]}
     assert not found["initialized_at_the_end"]
 
 

@@ -254,7 +254,7 @@ class Life:
 
         with (
             replaced(Operator, "__call__", counting("all", Operator.__call__)),
-            replaced(Launches, "__call__", counting("ours", Launches.__call__)),
+            replaced(Launches, "launch", counting("ours", Launches.launch)),
         ):
             ask(llm)
         return counted

@@ -118,6 +118,7 @@ def run(
         ffn = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=said, stderr=noise, env={**engine.QUIET, **variables}, text=True
         )
+        stack.callback(ffn.wait)
         stack.callback(ffn.kill)  # whatever happens, it does not outlive this
         failed: engine.EngineError | None = None
         try:
@@ -131,6 +132,7 @@ def run(
             ffn.wait(60)
         except subprocess.TimeoutExpired:
             ffn.kill()
+            ffn.wait()
         noise.seek(0)
         if failed is not None or ffn.returncode:
             raise engine.EngineError(
@@ -172,23 +174,20 @@ def serve(spec: Mapping[str, Any]) -> dict[str, Any]:
     worker.model_runner.model.compute_ffn_output = counted
     core.model_executor.collective_rpc("start_ffn_server_loop")
     ended: str | None = None
-    while ended is None:  # as afd-plugin's engine core: an error of the loop is the end of the process
-        try:
+    try:
+        while not select.select([sys.stdin], [], [], POLL_S)[0] or sys.stdin.read(1):
+            # As afd-plugin's engine core: an error of the loop is the end of the process.
             core.model_executor.collective_rpc("raise_ffn_loop_error_if_any")
-        except RuntimeError as error:
-            ended = str(error.__cause__ or error)
-        if select.select([sys.stdin], [], [], POLL_S)[0] and not sys.stdin.read(1):
-            break
+        core.model_executor.collective_rpc("stop_ffn_server_loop")
+    except RuntimeError as error:
+        ended = str(error.__cause__ or error)
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
-    result = {
+    return {
         "served": {str(layer): count for layer, count in sorted(served.items())},
         "compressors": sum(type(layer).__name__.endswith("CompressorStateCache") for layer in layers),
         "peak_device_bytes": runtime.device_peak_bytes(worker.local_rank),
         "ended": ended,
     }
-    if ended is None:
-        core.model_executor.collective_rpc("stop_ffn_server_loop")
-    return result
 
 
 def main(arguments: list[str]) -> int:

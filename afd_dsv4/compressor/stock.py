@@ -21,7 +21,6 @@ execution has, as with the metadata of another uBatch, is refused.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import time
@@ -172,6 +171,25 @@ class _Step:
         self.reads = (("lists", ratio), ("table", ratio))
         self.writes = (("pages", kind),)
         self.scatters = (("pages", kind), ("table", ratio))
+
+
+class _Split:
+    """Requests that are launched together.
+
+    Attributes:
+        mine: which.
+        tokens: of them.
+        ends: entries of their `cu_seqlens`.
+        cut: state table and starts of them, by ratio.
+    """
+
+    __slots__ = ("cut", "ends", "mine", "tokens")
+
+    def __init__(self, mine: slice, tokens: int) -> None:
+        self.mine = mine
+        self.tokens = tokens
+        self.ends = mine.stop - mine.start + 1
+        self.cut: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 @dataclass(frozen=True)
@@ -596,14 +614,6 @@ class StockRuntime:
         self.lists[slot].flat[:end].copy_(host.flat[:end], non_blocking=True)
 
 
-def _requests(launched: Sequence[slice]) -> int:
-    """Requests of some launches."""
-    count = 0
-    for each in launched:
-        count += each.stop - each.start
-    return count
-
-
 class StockExecution:
     """One execution of a `StockRuntime`; a context manager that seals its lease. See `executor.Execution`.
 
@@ -625,11 +635,10 @@ class StockExecution:
         self._graph = graph  # to be replayed instead of launches
         self._plan = plan
         self._chunks = chunks
-        self._first = [0, *itertools.accumulate(chunk.tokens for chunk in chunks)]  # each request's first token
         self._launched: dict[tuple[int, CompressorKind], list[slice]] = {}  # requests whose launch is queued
         self._whole: set[tuple[int, CompressorKind]] = set()  # compressors all of whose requests are launched
         self._layer: dict[CompressorKind, int] = {}  # the last layer launched
-        self._cut: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # see _rows
+        self._splits: dict[tuple[int | None, int | None, int | None], _Split] = {}  # by the slice that was asked for
         self._scattered: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}  # see _ids
         self._replayed = False
         self.lost: str | None = None
@@ -656,16 +665,11 @@ class StockExecution:
             OrderError: a layer out of order, requests out of order or twice, or an execution that is finished, or is
                 to replay a graph.
         """
-        first, stop, stride = requests.indices(len(self._chunks))
-        if stride != 1:
-            raise ValueError(f"requests of a launch must be neighbours, got step {stride}; launch each run apart")
-        mine = slice(first, max(first, stop))
-        # From sums made once: nothing per launch may grow with the requests.
-        tokens = self._first[mine.stop] - self._first[mine.start]
-        if x.shape[0] != tokens or cu_seqlens.shape[0] != mine.stop - mine.start + 1:
+        split = self._splits.get((requests.start, requests.stop, requests.step)) or self._split(requests)
+        if x.shape[0] != split.tokens or cu_seqlens.shape[0] != split.ends:
             raise ValueError(
-                f"a launch of {x.shape[0]} tokens and {cu_seqlens.shape[0] - 1} requests for {mine.stop - mine.start} "
-                f"requests that have {tokens} in this execution; the metadata is that of another batch or uBatch"
+                f"a launch of {x.shape[0]} tokens and {cu_seqlens.shape[0] - 1} requests for {split.ends - 1} requests "
+                f"that have {split.tokens} in this execution; the metadata is that of another batch or uBatch"
             )
         lease, runtime, place = self.lease, self._runtime, (layer, kind)
         if lease is None:
@@ -675,10 +679,10 @@ class StockExecution:
         step = runtime._steps.get(place)
         if step is None:
             raise ValueError(f"layer {layer} has no {kind.value} compressor; it is in {[*runtime.layers[kind]]}")
-        done = self._launched.get(place)
-        self._check_order(place, mine, done or ())
+        launched = self._launched.get(place)
+        self._check_order(layer, kind, split.mine, launched)
         table = runtime.tables[lease.slot.index][step.ratio]
-        rows, starts = self._rows(step.ratio, mine)
+        rows, starts = split.cut.get(step.ratio) or self._cut(split, step.ratio)
         # Held until all is queued: another thread may order itself behind this touch as soon as it is made.
         with runtime.arena.lock:
             scatter = table.layer != layer
@@ -695,23 +699,33 @@ class StockExecution:
             compressed = runtime._operator(
                 x, weights, kind, runtime.pools[kind], rows, starts, cu_seqlens, rope_cos, rope_sin
             )
-            if done is None:
-                done = self._launched[place] = []
-            done.append(mine)
-            if mine.start < mine.stop and _requests(done) == len(self._chunks):
+            if launched is None:
+                self._launched[place] = [split.mine]
+                whole = split.ends > len(self._chunks)
+            else:
+                launched.append(split.mine)
+                whole = split.ends > 1 and self._count(place) == len(self._chunks)
+            if whole:
                 self._whole.add(place)
                 lease.complete(place)
         return compressed
 
-    def _rows(self, ratio: int, mine: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """State table and starts of some requests; torch takes long to cut them out, and all layers have the same."""
-        key = ratio, mine.start, mine.stop
-        found = self._cut.get(key)
-        if found is None:
-            assert self.lease is not None
-            slot = self.lease.slot.index
-            rows, starts = self._runtime.tables[slot][ratio].rows, self._runtime.lists[slot].parts[ratio].starts
-            found = self._cut[key] = rows[mine], starts[mine]
+    def _split(self, requests: slice) -> _Split:
+        """What the launches of some requests have in common: once, since nothing per launch may grow with requests."""
+        first, stop, step = requests.indices(len(self._chunks))
+        if step != 1:
+            raise ValueError(f"requests of a launch must be neighbours, got step {step}; launch each run apart")
+        stop = max(first, stop)
+        tokens = sum(chunk.tokens for chunk in self._chunks[first:stop])
+        split = self._splits[requests.start, requests.stop, requests.step] = _Split(slice(first, stop), tokens)
+        return split
+
+    def _cut(self, split: _Split, ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """State table and starts of a split; torch takes long to cut them out, and all layers have the same."""
+        assert self.lease is not None
+        slot = self.lease.slot.index
+        rows, starts = self._runtime.tables[slot][ratio].rows, self._runtime.lists[slot].parts[ratio].starts
+        split.cut[ratio] = found = rows[split.mine], starts[split.mine]
         return found
 
     def _ids(self, ratio: int) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
@@ -747,18 +761,21 @@ class StockExecution:
             self.lease.complete(WHOLE)
             self._replayed = True
 
-    def _check_order(self, place: tuple[int, CompressorKind], mine: slice, launched: Sequence[slice]) -> None:
+    def _check_order(self, layer: int, kind: CompressorKind, mine: slice, launched: Sequence[slice] | None) -> None:
         """Layers ascend, because spares pass from layer to layer; each request of a layer comes once."""
-        layer, kind = place
         if layer < self._layer.get(kind, layer):
             raise OrderError(f"{kind.value} of layer {layer} after layer {self._layer[kind]}; launch layers in order")
-        for done in launched:
+        for done in launched or ():
             if mine.start < done.stop and done.start < mine.stop:
                 raise OrderError(
                     f"{kind.value} of layer {layer}: requests {mine.start} to {mine.stop - 1}, and {done.start} to "
                     f"{done.stop - 1} are launched already; launch each request once"
                 )
         self._layer[kind] = layer
+
+    def _count(self, place: tuple[int, CompressorKind]) -> int:
+        """Requests whose launch is queued."""
+        return sum(done.stop - done.start for done in self._launched.get(place, ()))
 
     def computed(self, layer: int) -> bool:
         """Whether all launches of a layer are queued. True without requests, and where the layer has no compressor."""
@@ -780,9 +797,7 @@ class StockExecution:
         compressors = () if self._replayed else self._runtime.geometry.compressors
         missing = []
         if len(self._whole) < len(compressors):
-            missing = [
-                c for c in compressors if _requests(self._launched.get((c.layer, c.kind), ())) != len(self._chunks)
-            ]
+            missing = [c for c in compressors if self._count((c.layer, c.kind)) != len(self._chunks)]
         with self._runtime.arena.lock:  # void before anybody can go on from these tails
             if missing and self.lease.state is LeaseState.ACQUIRED:
                 first = f"layer {missing[0].layer} {missing[0].kind.value}"

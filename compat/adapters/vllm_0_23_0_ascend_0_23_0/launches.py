@@ -123,7 +123,7 @@ class _Forward:
         running: it is not over.
     """
 
-    __slots__ = ("decodes", "executions", "idle", "running", "ubatch")
+    __slots__ = ("decodes", "executions", "idle", "prefills", "running", "ubatch")
 
     def __init__(
         self,
@@ -133,7 +133,8 @@ class _Forward:
         idle: StockRuntime | None = None,
     ) -> None:
         self.executions = executions
-        self.decodes = decodes
+        self.decodes = [slice(0, count) for count in decodes]
+        self.prefills = [slice(count, None) for count in decodes]
         self.ubatch = ubatch
         self.idle = idle
         self.running = True
@@ -310,9 +311,9 @@ class Launches:
                 f"{len(forward.executions)}; its rows would be lost"
             )
         if state_block_table is self._prefill:
-            requests = slice(forward.decodes[ubatch], None)
+            requests = forward.prefills[ubatch]
         elif state_block_table is self._decode:
-            requests = slice(0, forward.decodes[ubatch])
+            requests = forward.decodes[ubatch]
         else:
             raise UnknownLaunch(f"{kind.value} of layer {layer} is launched with a state table that is not ours")
         execution = forward.executions[ubatch]

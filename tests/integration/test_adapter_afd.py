@@ -11,6 +11,7 @@ Not here: forwards, and a model: this commit has none of DeepSeek-V4 that an NPU
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -302,3 +303,24 @@ def test_planted_drift_in_a_body_and_another_commit_are_refused_by_name(tmp_path
     assert done.returncode == 2
     assert "unknown afd-plugin" in done.stdout
     assert "not recorded" in run("-c", script, folders=(tmp_path,)).stdout
+
+
+def source_of(module: str, name: str) -> str:
+    """The text of a function or method of the checkout, as Python writes it."""
+    tree = ast.parse((Path(CHECKOUT) / "afd_plugin" / module).read_text())
+    (found,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
+    return ast.unparse(found)
+
+
+def test_what_is_refused_or_patched_because_of_this_commit_is_still_so_in_it() -> None:
+    """A line that fails here says: that refusal or patch can go."""
+    runner = "v1/worker/npu/attention_model_runner.py"
+    build = source_of(runner, "_build_attention_metadata_with_ubatches")
+    assert "dsa_metadata_caches = [shared_dsa_metadata_caches for _ in ubatch_slices]" in build  # DBO
+    model = (Path(CHECKOUT) / "afd_plugin" / "model_executor" / "models" / "deepseek_v4.py").read_text()
+    assert 'raise RuntimeError("AFD DeepSeek-V4 supports CUDA only")' in model
+    select = source_of("validation.py", "afd_worker_qualname_for_platform_default")
+    assert select.count("raise ValueError") == 2  # at any class but the platform's own
+    assert "AFDNPUAttentionModelRunner(" in source_of("v1/worker/npu/attention_worker.py", "init_device")
+    forget = source_of(runner, "execute_model")
+    assert "_afd_pending_metadata" not in forget  # notes of a step stay behind it

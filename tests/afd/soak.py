@@ -627,7 +627,7 @@ def _missed(totals: Totals, mode: Mode) -> list[Point]:
     return [point for point in Point if mode in point.where and not totals.hits[mode, point]]
 
 
-def control(mode: Mode, seed: str, *, ordered: bool) -> tuple[int, int]:
+def control(mode: Mode, seed: str, *, ordered: bool, forwards: int = CONTROL_FORWARDS) -> tuple[int, int]:
     """The same load with uBatch 0's launches on a stream of its own that starves; with waits and without.
 
     Returns:
@@ -639,7 +639,7 @@ def control(mode: Mode, seed: str, *, ordered: bool) -> tuple[int, int]:
         softnpu.set_schedule(rng.getrandbits(31), STARVE_US, starve=True)
         rank = Rank(mode, ordered=ordered)
         rank.model.auxiliary = rank.auxiliary, _APART["uBatch 0"]
-        for _ in range(CONTROL_FORWARDS):
+        for _ in range(forwards):
             rank.forward(rank.batch(rng))
         rank.land_all()
         found = rank.found.corrupt, len(rank.violations())

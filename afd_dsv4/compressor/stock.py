@@ -15,8 +15,8 @@ tensor that is metadata on the stream that launches, or let that wait for the au
 build overwrites is overwritten behind the launches that were queued before. A build between a uBatch's own build and
 its launches overwrites nothing of it: prefill and the stages of a cut batch get a difference, which is a new tensor
 (dsa_v1.py:build_prefill_metadata, afd-plugin's ubatch_utils.py:slice_query_start_locs), and the decodes of an uncut
-batch a view of the one tensor that the runner fills once a step. A launch with other tokens or requests than its
-execution has, as with the metadata of another uBatch, is refused.
+batch a view of the one tensor that the runner fills once a step. A launch with the metadata of another uBatch is
+refused where it shows: other tokens here, other requests by the operator, whose table has one row for each of ours.
 """
 
 from __future__ import annotations
@@ -179,16 +179,16 @@ class _Split:
     Attributes:
         mine: which.
         tokens: of them.
-        ends: entries of their `cu_seqlens`.
+        requests: how many.
         cut: state table and starts of them, by ratio.
     """
 
-    __slots__ = ("cut", "ends", "mine", "tokens")
+    __slots__ = ("cut", "mine", "requests", "tokens")
 
     def __init__(self, mine: slice, tokens: int) -> None:
         self.mine = mine
         self.tokens = tokens
-        self.ends = mine.stop - mine.start + 1
+        self.requests = mine.stop - mine.start
         self.cut: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
@@ -666,10 +666,10 @@ class StockExecution:
                 to replay a graph.
         """
         split = self._splits.get((requests.start, requests.stop, requests.step)) or self._split(requests)
-        if x.shape[0] != split.tokens or cu_seqlens.shape[0] != split.ends:
+        if x.shape[0] != split.tokens:
             raise ValueError(
-                f"a launch of {x.shape[0]} tokens and {cu_seqlens.shape[0] - 1} requests for {split.ends - 1} requests "
-                f"that have {split.tokens} in this execution; the metadata is that of another batch or uBatch"
+                f"{x.shape[0]} tokens for {split.requests} requests that have {split.tokens} in this execution; they "
+                f"are those of another batch or uBatch"
             )
         lease, runtime, place = self.lease, self._runtime, (layer, kind)
         if lease is None:
@@ -701,10 +701,10 @@ class StockExecution:
             )
             if launched is None:
                 self._launched[place] = [split.mine]
-                whole = split.ends > len(self._chunks)
+                whole = split.requests == len(self._chunks)
             else:
                 launched.append(split.mine)
-                whole = split.ends > 1 and self._count(place) == len(self._chunks)
+                whole = split.requests > 0 and self._count(place) == len(self._chunks)
             if whole:
                 self._whole.add(place)
                 lease.complete(place)

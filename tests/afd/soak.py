@@ -571,6 +571,7 @@ def quiet(totals: Totals) -> Iterator[Lines]:
     threading.excepthook = swallowed
     collects = gc.isenabled()
     gc.disable()  # torch records events where it frees pinned memory, which a planted fault would hit
+    gc.freeze()  # what is there already need not be looked at after each rank
     try:
         yield lines
     finally:
@@ -579,6 +580,7 @@ def quiet(totals: Totals) -> Iterator[Lines]:
         logger.propagate = propagate
         softnpu.set_schedule(0)
         softnpu.clear_faults()
+        gc.unfreeze()
         if collects:
             gc.enable()
         gc.collect()

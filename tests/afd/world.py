@@ -18,6 +18,7 @@ import gc
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,9 @@ def run(
         variables = {**os.environ, "BATCH_SIZE_FACTOR": "0.01", "OMP_NUM_THREADS": "1"}
         for name in ("LD_LIBRARY_PATH", "PYTHONPATH"):  # of this process's own software NPU
             variables.pop(name, None)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            Path(folder, "port").write_text(str(free.getsockname()[1]))
         sizes = [mode, folder, str(attention), str(ffn), str(forwards), str(seed), str(TIMEOUT_S)]
 
         def start(role: str, rank: int) -> tuple[Any, Any]:
@@ -117,7 +121,7 @@ class Place:
 
     def __init__(self, folder: Path, attention: int, ffn: int) -> None:
         self.folder, self.attention, self.ffn = folder, attention, ffn
-        self.port = 20000 + sum(map(ord, folder.name)) * 7 % 20000
+        self.port = int((folder / "port").read_text())
 
 
 def attend(mode: Any, world: Place, asked: Any) -> dict[str, Any]:

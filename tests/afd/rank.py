@@ -4,8 +4,9 @@
 
 `forward` does what a model runner and its adapter do around a forward: it cuts the batch as the planner says, begins
 all executions as one `Forward`, and drives the protocol's own schedule. What it returns is compared later, so that the
-host runs ahead as under asynchronous scheduling. The connector is a subclass of the protocol's, as an adapter would
-register it: it audits what it is handed, and tells a `CamForward` what is sent and received.
+host runs ahead as under asynchronous scheduling. The connector is a subclass of the double's, as the adapter registers
+one, or, on the commit's own code, the adapter's: it audits what it is handed, and tells a `CamForward` what is sent and
+received.
 Not here: which faults are planted, and what must come of them (`soak.py`).
 """
 
@@ -110,23 +111,28 @@ class Found:
 
 
 def audited(base: type[Any], rank: Rank) -> type[Any]:
-    """A subclass of a connector, as an adapter registers it."""
+    """A subclass of a connector that audits and tells the forward, unless it is the adapter's, which does so itself."""
+    ours = hasattr(base, "audit")
 
     class Audited(base):  # type: ignore[misc]
         def send_attn_output(self, hidden_states: torch.Tensor, context: Any, **kwargs: Any) -> None:
             rank.planter.at("before send")
             hidden_states, kwargs = rank.tamper(hidden_states, kwargs)
-            rank.audit("send_attn_output", hidden_states, context, kwargs)
-            if isinstance(rank.running, CamForward):
+            rank.found.audited += 1
+            if not ours:
+                rank.audit("send_attn_output", hidden_states, context, kwargs)
+            if not ours and isinstance(rank.running, CamForward):
                 rank.running.sent(context.metadata.layer_idx, context.metadata.stage_idx)
             super().send_attn_output(hidden_states, context, **kwargs)
             rank.planter.at("after send")
 
         def recv_ffn_output(self, ref_tensor: torch.Tensor, ubatch_idx: int = 0, **kwargs: Any) -> torch.Tensor:
             rank.planter.at("in recv")
-            rank.audit("recv_ffn_output", ref_tensor, None, kwargs)
+            rank.found.audited += 1
+            if not ours:
+                rank.audit("recv_ffn_output", ref_tensor, None, kwargs)
             output = super().recv_ffn_output(ref_tensor, ubatch_idx, **kwargs)
-            if isinstance(rank.running, CamForward):
+            if not ours and isinstance(rank.running, CamForward):
                 rank.running.received(ubatch_idx)
             rank.planter.at("after recv")
             return output  # type: ignore[no-any-return]
@@ -163,7 +169,15 @@ def make_connector(p: SimpleNamespace, mode: Mode, place: Any, role: str, number
         port=place.port,
     )
     cls = p.AFDConnectorFactory.get_connector_class(name)
-    connector = (cls if rank is None else audited(cls, rank))(number, 0, settings, config, number)
+    if rank is None:
+        connector = cls(number, 0, settings, config, number)
+    elif p.of == "the double":
+        connector = audited(cls, rank)(number, 0, settings, config, number)
+    else:
+        from afd_dsv4.compat.adapters.vllm_0_26_0_ascend_80d8c194f_afd_85e826e.connectors import CONNECTORS
+
+        connector = audited(CONNECTORS[name], rank)(number, 0, settings, config, number)
+        connector.audit = rank.boundary.check
     connector.init_afd_connector()
     return connector
 
@@ -291,7 +305,6 @@ class Rank:
         """Nothing transient may cross."""
         self.boundary.check(call, {"tensor": tensor, "context": context, **keywords})
         self.boundary.check_pending(call, self.connector)
-        self.found.audited += 1
 
     def tamper(self, hidden: torch.Tensor, keywords: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
         """Hand something else over, if a test says so."""
@@ -495,6 +508,8 @@ class Rank:
 
     def _run(self, forward: Forward[StockExecution]) -> None:
         self.running = self.model.forward = forward
+        if isinstance(forward, CamForward) and hasattr(self.connector, "audit"):
+            self.connector.forward = forward
 
     # What came of it
 

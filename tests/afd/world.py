@@ -149,6 +149,8 @@ def attend(mode: Any, world: Place, asked: Any) -> dict[str, Any]:
     return {
         **asdict(rank.found),
         "protocol": rank.protocol.of,
+        "connector": type(rank.connector).__base__.__name__,
+        "looks": rank.boundary.calls,
         "slots": slots,
         "most_slots": len(rank.runtime.arena.slots),
         "violations": rank.violations(),

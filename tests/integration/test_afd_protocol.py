@@ -5,7 +5,7 @@ commit's own.
 
 The same world runs both: connectors, planner, two-stage schedule, contexts and threads of uBatches are those of
 `tests/afd/`, or of the checkout that AFD_PLUGIN_PATH names; that one needs the interpreter of its stack, which
-AFD_DSV4_STACK_0_26 names (docs/compat.md). The model is the tests' own: no model of that commit has a compressor that
+AFD_DSV4_STACK_0_26 names (docs/compat.md), and its connectors are the adapter's subclasses. The model is the tests' own: no model of that commit has a compressor that
 runs on an NPU. Not shown: its runner and worker (test_adapter_afd.py).
 """
 
@@ -36,6 +36,9 @@ def check(said: list[dict[str, Any]], mode: str, attention: int, protocol: str) 
         assert (rank["corrupt"], rank["violations"], rank["closed"], rank["left"]) == (0, [], [], 0)
         assert rank["slots"] == rank["most_slots"] == (1 if mode == "SYNC" else 2)
         assert rank["audited"] == 2 * rank["stages"] > 0
+        assert rank["looks"] >= rank["audited"]
+        ours = "AfdDsv4" if protocol != "the double" else ""
+        assert rank["connector"].startswith(f"{ours}CAM")  # the adapter's own, on the commit's code
     for process in experts:
         assert process["protocol"] == protocol
         assert process["runtimes"] == 0

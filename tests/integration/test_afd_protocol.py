@@ -5,8 +5,9 @@ commit's own.
 
 The same world runs both: connectors, planner, two-stage schedule, contexts and threads of uBatches are those of
 `tests/afd/`, or of the checkout that AFD_PLUGIN_PATH names; that one needs the interpreter of its stack, which
-AFD_DSV4_STACK_0_26 names (docs/compat.md), and its connectors are the adapter's subclasses. The model is the tests' own: no model of that commit has a compressor that
-runs on an NPU. Not shown: its runner and worker (test_adapter_afd.py).
+AFD_DSV4_STACK_0_26 names (docs/compat.md), and its connectors are the adapter's subclasses. The model is the tests'
+own: no model of that commit has a compressor that runs on an NPU. Not shown: its runner and worker
+(test_adapter_afd.py).
 """
 
 from __future__ import annotations

@@ -198,8 +198,7 @@ def main(arguments: list[str]) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         result = serve(json.loads(Path(arguments[0]).read_text()))
     print(json.dumps(result), flush=True)
-    # What the loop left queued may never end; nothing is left to be saved.
-    os._exit(0)
+    return 0
 
 
 if __name__ == "__main__":

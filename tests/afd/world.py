@@ -170,21 +170,27 @@ def serve(mode: Any, world: Place, asked: Any) -> dict[str, Any]:
     mine = [asked.rank] if os.environ.get(protocol.VARIABLE) else range(world.ffn)
     roles = start_ffn(found, mode, world, mine)
 
+    ending = threading.Event()
+
     def watch(role: Any) -> None:
         role.join(TIMEOUT_S)
-        if role.error is not None:  # whoever waits for an answer would wait for ever
+        if role.error is not None and not ending.is_set():  # whoever waits for an answer would wait for ever
             print("".join(traceback.format_exception(role.error)), file=sys.stderr, flush=True)
             os._exit(1)
 
     for role in roles:
         threading.Thread(target=watch, args=(role,), daemon=True).start()
     sys.stdin.read()
+    ending.set()
     gc.collect()
+    errors = [repr(role.error) for role in roles if role.error is not None]
+    for role in roles:  # so that its groups leave nothing behind
+        role.connector.close()
     ours = [thing for thing in gc.get_objects() if isinstance(thing, StockRuntime)]
     return {
         "protocol": found.of,
         "items": sum(role.items for role in roles),
-        "errors": [repr(role.error) for role in roles if role.error is not None],
+        "errors": errors,
         "runtimes": len(ours),
     }
 

@@ -168,7 +168,7 @@ class ModelRuntime:
         left = [execution for execution in self.open if execution.generation == generation]
         for execution in left:
             given = self.open.pop(execution)
-            given.lost = f"{execution} was given up: {why}"
+            given.lost = f"{execution} was quarantined: {why}"
             assert given.lease is not None
             self.arena.quarantine(given.lease, why)
         return tuple(left)

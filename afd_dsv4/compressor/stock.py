@@ -215,7 +215,7 @@ class StockRuntime:
         slots: executions in flight at once: uBatches, or forwards under asynchronous scheduling.
         drafts: most draft tokens a forward may have to take back.
         graphs: one more slot each, with the keys of the graphs that use it (`workspace/arena.py`).
-        fence_timeout_s: what has not passed for so long is given up.
+        fence_timeout_s: what has not passed for so long is quarantined.
         clock: seconds, monotonic.
         trace: what was ordered; None for a ring of the default size.
         ordered: False drops every stream wait; only for negative controls.
@@ -476,7 +476,7 @@ class StockRuntime:
         seats = {self.store.seat(chunk.request) for chunk in chunks}
         for last in {lease for seat, lease in self._last.items() if seat in seats}:
             if last.void is not None and self.arena.in_doubt(last):
-                last.void(f"{last.execution} is in doubt: it waits for what was given up")
+                last.void(f"{last.execution} is in doubt: it waits for what was quarantined")
 
     def _check_tokens(self, chunks: Sequence[RequestChunk]) -> None:
         tokens = sum(chunk.tokens for chunk in chunks)
@@ -525,10 +525,12 @@ class StockRuntime:
         return tuple(left)
 
     def abandon(self, generation: Generation, why: str) -> tuple[ExecutionId, ...]:
-        """Give up what a forward left open: nobody can prove that its work is over, or ever will be.
+        """Quarantine what a forward left open: nobody can prove that its work is over, or ever will be.
 
         Their slots are never leased again, their requests' tails are void and those requests' pages never taken, as
         after `WorkspaceArena.quarantine`. Executions of the forward that are finished have a fence and keep it.
+        What cannot be quarantined is not sealed either: no fence would cover it. All are tried, then the first error
+        goes on.
 
         Args:
             generation: of the forward.
@@ -539,8 +541,14 @@ class StockRuntime:
         """
         with self.arena.lock:
             left = [execution for execution in self._open if execution.generation == generation]
+            errors = []
             for execution in left:
-                self._open.pop(execution).abandon(why)
+                try:
+                    self._open.pop(execution).abandon(why)
+                except Exception as error:  # the others must not be sealed all the same
+                    errors.append(error)
+        if errors:
+            raise errors[0]
         return tuple(left)
 
     def seats_in_doubt(self) -> tuple[SeatIndex, ...]:
@@ -620,7 +628,7 @@ class StockExecution:
     Attributes:
         lease: None for an execution without requests.
         lists: page lists by ratio.
-        lost: once it is finished without all of its launches, or given up: why its requests' tails are void.
+        lost: once it is finished without all of its launches, or quarantined: why its requests' tails are void.
     """
 
     def __init__(
@@ -783,8 +791,9 @@ class StockExecution:
 
     def abandon(self, why: str) -> None:
         """See `StockRuntime.abandon`, which calls it."""
-        if self.lease is not None:
-            self.lost = f"{self.lease.execution} was given up: {why}"
+        if self.lease is not None and self._plan is not None:
+            self.lost = f"{self.lease.execution} was quarantined: {why}"
+            self._plan.void(f"{self.lease.execution} is in doubt: {why}")  # also where the quarantine fails
             self._runtime.arena.quarantine(self.lease, why)
 
     def finish(self) -> None:
@@ -805,7 +814,7 @@ class StockExecution:
                 self.lost = f"{self.lease.execution} ended with {missed}"
                 self._plan.void(self.lost)
             self._runtime._open.pop(self.lease.execution, None)
-            if self.lease.state is not LeaseState.QUARANTINED:  # given up before: what there was to void is void
+            if self.lease.state is not LeaseState.QUARANTINED:  # before: what there was to void is void
                 self.lease.seal(whole=not missing)
 
     def __enter__(self) -> StockExecution:

@@ -8,7 +8,8 @@ sent cannot be taken back: if the forward breaks off with an item under way, nob
 what was queued (the receive may spin for ever), and the authors of the connector call a blind drain unsafe.
 Way: a work item has no identity of its own, so it gets ours: generation, stage, layer. The connector's subclass says
 `sent` before it hands an item over, and `received` once the receive is queued; both are checked against the schedule.
-A forward that ends with an item under way is given up: its open executions are quarantined, one line says why. Failed
+A forward that ends with an item under way has its open executions quarantined, one line says why. Where that fails they
+stay open, so that nobody gets what they hold: none is ever sealed, since no fence of ours covers what was sent. Failed
 is failed: nothing more may be sent or received for this forward.
 Not here: tensors (`boundary.py`), and where the calls come from (adapters). It imports neither torch nor vLLM.
 
@@ -41,8 +42,8 @@ class CamForward(Forward[E]):
 
     Attributes:
         under_way: by stage, the layer of the item that was sent and not received.
-        failed: why nothing may be sent or received any more; None while it may. If it was given up with an item under
-            way, the connector's own queue is not to be trusted either: let it refuse from there on.
+        failed: why nothing may be sent or received any more; None while it may. If it ended with an item under way,
+            the connector's own queue is not to be trusted either: let it refuse from there on.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class CamForward(Forward[E]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Settle every execution; give up those that are open if an item is under way.
+        """Settle every execution; quarantine those that are open if an item is under way.
 
         Raises:
             CamError: an item is under way, and no exception says why.
@@ -138,10 +139,12 @@ class CamForward(Forward[E]):
             _logger.error("afd-dsv4: %s. Nobody can tell when its work is over; restart the worker", why)
             lost = CamError(why) if error is None else None
             self.failed = why
+            self._over = True
             try:
                 self.runtime.abandon(self.generation, why)
-            finally:
-                super().__exit__(kind, lost or error, trace)
+            except Exception:  # the forward ends with what broke it all the same
+                _logger.exception("afd-dsv4: what generation %s left open is not quarantined", self.generation)
+            self._report(lost or error)
             if lost is not None:
                 raise lost
             return

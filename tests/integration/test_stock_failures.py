@@ -615,7 +615,7 @@ def test_who_would_go_on_behind_work_in_doubt_is_failed_by_name_and_queues_nothi
     engine.now = 61
     (second,) = runtime.arena.watch()
     waits, leases = runtime.arena.counters.waits, runtime.arena.counters.leases
-    engine.void("c", match=f"{re.escape(str(second.execution))} is in doubt: it waits for what was given up")
+    engine.void("c", match=f"{re.escape(str(second.execution))} is in doubt: it waits for what was quarantined")
     assert (runtime.arena.counters.waits, runtime.arena.counters.leases) == (waits, leases)
     softnpu.release_stream(hung)
     torch.npu.synchronize()

@@ -34,6 +34,7 @@ from afd_dsv4.tail.tables import RequestChunk, RequestId
 from afd_dsv4.workspace.arena import Exhausted, Settlement, StillLeased
 from afd_dsv4.workspace.lease import LeaseState, OrderError
 from afd_dsv4.workspace.order import check
+from afd_dsv4.workspace.trace import Trace
 from tests.stock_world import HIDDEN, LAYERS, Request, World, small_hidden_size
 
 __all__ = ["small_hidden_size"]  # a fixture
@@ -438,20 +439,46 @@ def test_a_forward_with_open_executions_is_not_closed_over_and_its_end_lets_it(e
     assert engine.runtime.close(drain_s=5) == ()
 
 
-def test_what_was_given_up_is_returned_at_the_close_and_finishing_it_later_does_nothing(engine: Engine) -> None:
+def test_what_was_quarantined_is_returned_at_the_close_and_finishing_it_later_does_nothing(engine: Engine) -> None:
     split = parts(engine.chunks(a=40, b=60), [70, 30])
     forward = Forward(engine.runtime, split)
     given = engine.runtime.abandon(forward.generation, "planted")
     assert [execution.ubatch for execution in given] == [0, 1]
     assert engine.runtime.abandon(forward.generation, "again") == ()
     forward.finish(0)
-    with pytest.raises(BrokenOff, match="was given up: planted"):
+    with pytest.raises(BrokenOff, match="was quarantined: planted"):
         within(forward, lambda: None)
     with pytest.raises(OrderError, match="after it was quarantined"):
         engine.world.step(forward[1], engine.requests, split[1], engine.compressors[0], engine.world.streams[0])
     lost = engine.runtime.close(drain_s=1)
     assert [lease.state for lease in lost] == [LeaseState.QUARANTINED] * 2
     assert engine.runtime in stock._NEVER_FREED
+
+
+class FailingTrace(Trace):
+    """One that fails as the first lease is quarantined."""
+
+    failed = False
+
+    def add(self, *record: Any) -> None:
+        super().add(*record)
+        if record[0] == "quarantine" and not self.failed:
+            self.failed = True
+            raise RuntimeError("planted: no memory")
+
+
+def test_one_quarantine_that_fails_leaves_no_other_execution_to_be_sealed_and_no_tail_to_be_read() -> None:
+    engine = Engine(trace=FailingTrace())
+    forward = Forward(engine.runtime, parts(engine.chunks(a=40, b=60), [40, 60]))
+    with pytest.raises(RuntimeError, match="planted: no memory"):
+        engine.runtime.abandon(forward.generation, "planted")
+    with pytest.raises(BrokenOff, match="was quarantined: planted"):
+        within(forward, lambda: None)
+    assert [each.lease and each.lease.state for each in forward.executions] == [LeaseState.QUARANTINED] * 2
+    for name in "ab":
+        with pytest.raises(TailVoid, match="is in doubt: planted"):
+            engine.runtime.begin([RequestChunk(RequestId(name), 60, 61)])
+    assert len(engine.runtime.close(drain_s=1)) == 2
 
 
 def test_after_an_elastic_restart_what_was_before_it_is_stale(engine: Engine) -> None:

@@ -15,6 +15,8 @@ from afd_dsv4.execution.cam import CamError, CamForward
 from afd_dsv4.execution.forward import BrokenOff
 from afd_dsv4.tail.store import TailVoid
 from afd_dsv4.tail.tables import RequestChunk, RequestId
+from afd_dsv4.workspace.arena import Exhausted
+from afd_dsv4.workspace.identity import ExecutionId, Generation
 from afd_dsv4.workspace.lease import LeaseState
 from tests.model_runtime import ModelExecution, ModelRuntime
 
@@ -50,8 +52,13 @@ def schedule(
 class World:
     """A forward of two stages on one stream."""
 
-    def __init__(self, batch: list[RequestChunk] | None = None, stages: list[tuple[int, int]] | None = None) -> None:
-        self.runtime = ModelRuntime(1)
+    def __init__(
+        self,
+        batch: list[RequestChunk] | None = None,
+        stages: list[tuple[int, int]] | None = None,
+        cls: type[ModelRuntime] = ModelRuntime,
+    ) -> None:
+        self.runtime = cls(1)
         self.stream = self.runtime.device.stream()
         self.forward: Forward = CamForward.from_stages(
             self.runtime, BATCH if batch is None else batch, CUT if stages is None else stages
@@ -198,7 +205,7 @@ def test_an_exception_with_nothing_under_way_ends_the_forward_as_broken() -> Non
 
 
 @pytest.mark.parametrize("quiet", [False, True], ids=["an exception", "nothing"])
-def test_a_forward_that_ends_with_an_item_under_way_is_given_up_and_says_so_once(
+def test_a_forward_that_ends_with_an_item_under_way_is_quarantined_and_says_so_once(
     quiet: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = World()
@@ -229,7 +236,39 @@ def test_a_forward_that_ends_with_an_item_under_way_is_given_up_and_says_so_once
         world.forward.sent(1, 0)
 
 
-def test_a_stage_that_was_finished_keeps_its_fence_when_the_other_is_given_up() -> None:
+class NoQuarantine(ModelRuntime):
+    """One that cannot do it."""
+
+    def abandon(self, generation: Generation, why: str) -> tuple[ExecutionId, ...]:
+        raise RuntimeError("planted: no quarantine")
+
+
+@pytest.mark.parametrize("raised", [None, Failure, KeyboardInterrupt])
+def test_what_cannot_be_quarantined_is_never_sealed_and_the_forward_ends_with_what_broke_it(
+    raised: type[BaseException] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(cls=NoQuarantine)
+
+    def body() -> None:
+        world.attention(0, 0)
+        world.forward.sent(0, 0)
+        if raised is not None:
+            raise raised
+
+    with caplog.at_level(logging.ERROR, "vllm.plugins.afd_dsv4"), pytest.raises(raised or CamError):
+        world.within(body)
+    first, second = caplog.records
+    assert "generation 1 has sent layer 0 of stage 0 and not received it" in first.getMessage()
+    assert second.getMessage() == "afd-dsv4: what generation 1 left open is not quarantined"
+    assert second.exc_info is not None
+    assert str(second.exc_info[1]) == "planted: no quarantine"
+    world.forward.finish(0)  # as an adapter's own `finally` may do
+    assert world.states() == [LeaseState.ACQUIRED, LeaseState.ACQUIRED]
+    with pytest.raises(Exhausted):
+        world.runtime.begin([RequestChunk(RequestId("c"), 0, 1)])
+
+
+def test_a_stage_that_was_finished_keeps_its_fence_when_the_other_is_quarantined() -> None:
     world = World(stages=[(0, 9), (9, 21)])
 
     def body() -> None:

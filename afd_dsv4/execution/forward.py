@@ -58,7 +58,7 @@ class Runtime(Protocol[E_co]):
         """Seal what is open of a forward, as broken where launches are missing."""
 
     def abandon(self, generation: Generation, why: str) -> tuple[ExecutionId, ...]:
-        """Quarantine what is open of a forward."""
+        """Quarantine what is open of a forward. Where that fails, seal nothing of it."""
 
 
 class BrokenOff(RuntimeError):
@@ -158,24 +158,29 @@ class Forward(Generic[E]):
 
         Raises:
             BrokenOff: a uBatch lacks launches, or its thread ended with an exception that is not the one with which the
-                forward ends, if it does. What the thread ended with is the cause.
+                forward ends, if it does. What the first such thread ended with is the cause, what the forward would
+                have ended with the context; those of further threads are named. An interrupt is never replaced.
         """
         self._over = True
         self.runtime.end_forward(self.generation)
-        if error is not None and not (isinstance(error, Exception) and self._unheard(error)):
-            return
-        for ubatch, execution in enumerate(self.executions):
-            if ubatch in self._errors or execution.lost is not None:
-                cause = self._errors.get(ubatch)
-                said = f" with {type(cause).__name__}: {cause}" if cause else ", and nobody said why"
-                raise BrokenOff(
-                    f"uBatch {ubatch} of generation {self.generation} broke off{said}. The output of this forward is "
-                    f"not whole; tails: {execution.lost or 'whole'}"
-                ) from cause
+        self._report(error)
 
-    def _unheard(self, error: BaseException) -> bool:
-        """Whether `error` came of what a thread ended with: of results that are not there."""
-        return bool(self._errors) and error not in self._errors.values()
+    def _report(self, error: BaseException | None) -> None:
+        """Raise what nobody has heard of, once all is settled; `error` is what the forward ends with."""
+        unheard = {ubatch: raised for ubatch, raised in sorted(self._errors.items()) if raised is not error}
+        if error is not None and not (isinstance(error, Exception) and unheard):
+            return
+        broken = [*unheard] or [ubatch for ubatch, each in enumerate(self.executions) if each.lost is not None]
+        if not broken:
+            return
+        first, *others = broken
+        cause = unheard.get(first)
+        said = f" with {type(cause).__name__}: {cause}" if cause else ", and nobody said why"
+        also = "".join(f"; uBatch {each} with {unheard[each]!r}" for each in others if each in unheard)
+        raise BrokenOff(
+            f"uBatch {first} of generation {self.generation} broke off{said}{also}. The output of this forward is not "
+            f"whole; tails: {self.executions[first].lost or 'whole'}"
+        ) from cause
 
 
 F = TypeVar("F", bound=Forward)  # type: ignore[type-arg]  # of any execution

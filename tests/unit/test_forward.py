@@ -210,6 +210,43 @@ def test_an_error_that_short_results_cause_has_the_swallowed_exception_as_its_ca
     assert isinstance(raised.value.__context__, AssertionError)
 
 
+@pytest.mark.parametrize("heard", [0, 1])
+def test_an_error_of_one_ubatch_does_not_hide_what_another_was_ended_by(heard: int) -> None:
+    runtime = ModelRuntime(1)
+    forward = Forward(runtime, cut(BATCH, 9))  # between a and b
+    errors = [KeyError("zero"), KeyError("one")]
+
+    def ends(ubatch: int) -> None:
+        with forward.running(ubatch):
+            raise errors[ubatch]
+
+    def body() -> None:
+        with suppress(KeyError):
+            ends(1 - heard)
+        ends(heard)
+
+    with pytest.raises(BrokenOff, match=f"uBatch {1 - heard} .* with KeyError: '{['one', 'zero'][heard]}'") as raised:
+        within(forward, body)
+    assert raised.value.__cause__ is errors[1 - heard]
+    assert raised.value.__context__ is errors[heard]
+    void(runtime, "a", "b")
+
+
+def test_what_the_threads_of_several_ubatches_ended_with_is_all_named() -> None:
+    runtime = ModelRuntime(1, slots=3)
+    forward = Forward(runtime, [BATCH[:1], BATCH[1:], ()])
+
+    def ends(name: str) -> None:
+        raise Failure(name)
+
+    def body() -> None:
+        for ubatch, name in enumerate(("zero", "one", "two")):
+            unheard(forward, ubatch, lambda _, name=name: ends(name))  # type: ignore[misc]
+
+    with pytest.raises(BrokenOff, match=r"0 .* Failure: zero; uBatch 1 with Failure\('one'\); uBatch 2 with .*'two'"):
+        within(forward, body)
+
+
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_is_never_replaced(stop: type[BaseException]) -> None:
     runtime = ModelRuntime(1)

@@ -32,12 +32,12 @@ class ScalarPool:
 
     shape: TailShape
     owned: list[list[list[int]]]  # [layer][seat]
-    spare: list[list[list[int]]]  # [slot][lane]
+    spare: list[list[list[int]]]  # [slot][nth request]
     mapped: dict[int, list[int]] = field(default_factory=dict)  # seat -> logical pages of its tail
 
     @classmethod
     def new(cls, shape: TailShape, max_num_seqs: int, slots: int) -> ScalarPool:
-        """Ids from 1 on: layer by layer, seat by seat; then slot by slot, lane by lane."""
+        """Ids from 1 on: layer by layer, seat by seat; then slot by slot, request by request."""
         ids = iter(range(1, shape.pool_pages(max_num_seqs, slots)))
 
         def pages(groups: int, count: int) -> list[list[list[int]]]:
@@ -49,7 +49,7 @@ class ScalarPool:
         """Every id that somebody owns, sorted."""
         return sorted(page for part in (self.owned, self.spare) for group in part for pages in group for page in pages)
 
-    def move(self, chunk: RequestChunk, seat: int, slot: int, lane: int) -> tuple[list[int], list[list[int]], int]:
+    def move(self, chunk: RequestChunk, seat: int, slot: int, nth: int) -> tuple[list[int], list[list[int]], int]:
         """Columns, ids by layer, and re-based start of one request, whose pages change hands layer by layer."""
         shape = self.shape
         base = shape.base(chunk.start)
@@ -61,7 +61,7 @@ class ScalarPool:
         place = {page: index for index, page in enumerate(self.mapped.get(seat, []))}
         idle = [index for index in range(shape.tail_pages) if index not in [place[page] for page in history]]
         own, taken = idle[: len(fresh)], max(0, len(fresh) - len(idle))
-        spares, listed = self.spare[slot][lane], []
+        spares, listed = self.spare[slot][nth], []
         for layer in range(shape.layers):
             old = self.owned[layer][seat]
             new = [old[index] for index in own] + spares[:taken]
@@ -90,7 +90,7 @@ class ScalarStore:
                     pool.mapped.pop(seat, None)
         lists = {}
         for ratio, pool in self.pools.items():
-            moved = [pool.move(chunk, self.seats[chunk.request], slot, lane) for lane, chunk in enumerate(chunks)]
+            moved = [pool.move(chunk, self.seats[chunk.request], slot, nth) for nth, chunk in enumerate(chunks)]
             ids = [[ids[layer] for _, ids, _ in moved] for layer in range(pool.shape.layers)]
             lists[ratio] = ScalarList([columns for columns, _, _ in moved], ids, [start for _, _, start in moved])
         return lists

@@ -466,6 +466,7 @@ class StockRuntime:
                 self._last.update(dict.fromkeys(plan.seats, lease))
             lease.seal(whole=plan is None)
             raise
+        plan.written_by(execution.generation)
         self._last.update(dict.fromkeys(plan.seats, lease))
         return StockExecution(self, lease, plan, tuple(chunks), graph)
 

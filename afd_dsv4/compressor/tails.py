@@ -7,6 +7,8 @@ the next execution of their request.
 Way: reading or writing a tail is an execution of its own. It takes a workspace slot for its lease, follows whoever had
 the request's pages last, and whoever has them next follows it: so a checkpoint lies behind the last fence, and its
 pages are neither rewritten nor given away while they are read. All layers of all kinds go in one copy.
+What `save` reads stays the work of the forward that wrote it. `restore` counts as a forward of its own worker: a
+generation is counted by one worker, and that of the checkpoint may be another forward's here.
 Neither is for the hot path. `save` waits on the host until its copy is over, since its bytes are to be had; `restore`
 only queues.
 Not here: the bytes (`tail/checkpoint.py`), compressed KV, and who may begin at such a position (`Steps.restore`).
@@ -56,11 +58,10 @@ def save(runtime: StockRuntime, request: RequestId, position: int | None = None)
         CheckpointLost: not over within the runtime's fence timeout.
     """
     with runtime.arena.lock:
-        plan, low, high = runtime.store.hold(request)
+        plan, low, high, generation = runtime.store.hold(request)
         if position is not None and not low <= position <= high:
             raise ValueError(f"request {request!r} is to be saved at {position}, and goes on in [{low}, {high}]")
         low, high = (low, high) if position is None else (position, position)
-        generation = runtime._last[plan.continued[0]].execution.generation
         places = {kind: _places(runtime, request, kind, low, high) for kind in runtime.pools}
         with _lease(runtime, plan) as lease:
             rows = _gather(runtime, places)
@@ -87,7 +88,8 @@ def restore(
 ) -> None:
     """Seat a new request at a position, with the tail of a checkpoint. Queues on the current stream, and does not wait.
 
-    Its next chunk starts at `position`. All rows of its pages that the checkpoint does not have are NaN.
+    Its next chunk starts at `position`. All rows of its pages that the checkpoint does not have are NaN. The tail is of
+    this restore's generation from here on, whatever the checkpoint says.
 
     Args:
         runtime: another than, or the same as, the one that saved it; pages may have another size.
@@ -123,7 +125,7 @@ def _lease(runtime: StockRuntime, plan: StepPlan) -> Iterator[Lease[Any]]:
     (seat,) = plan.seats
     last = runtime._last.get(seat)
     lease = runtime.arena.acquire(ExecutionId(runtime.mint()))
-    whole = False
+    touched = whole = False
     try:
         lease.follow(
             continues=[last] if last is not None and plan.continued else [],
@@ -132,12 +134,17 @@ def _lease(runtime: StockRuntime, plan: StepPlan) -> Iterator[Lease[Any]]:
             void=plan.void,
         )
         lease.touch(runtime.device.current_stream(), step=WHOLE)
+        touched = True
+        if plan.taken:
+            plan.written_by(lease.execution.generation)
         yield lease
-        lease.complete(WHOLE)
         whole = True
     finally:
         # Who comes next follows this, however far it came: until a whole one has touched them, nobody else covers
-        # what was queued here.
+        # what was queued here. What only reads leaves the tail as it was, so that others may go on behind it.
+        whole = whole or (touched and bool(plan.continued))
+        if whole:
+            lease.complete(WHOLE)
         if whole or plan.taken:
             runtime._last[seat] = lease
         lease.seal(whole=whole)

@@ -127,7 +127,7 @@ class Checkpoint:
     Attributes:
         position: the smallest position at which the request may go on.
         drafts: by how much it may still be larger; 0 where the accept length was known.
-        generation: the forward that had written the tail last, as its worker counted.
+        generation: the forward that had written the tail last, as its worker counted; a restore is one, a save is not.
         rows: of each compressor the model has, float32 [layers, rows, values]; NaN where nothing was kept.
     """
 

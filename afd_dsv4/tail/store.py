@@ -88,6 +88,11 @@ class StepPlan:
         for holder in self.holders:
             holder.void = holder.void or why  # what came first is the cause
 
+    def written_by(self, generation: int) -> None:
+        """Take down which forward writes these tails; what only reads them says nothing."""
+        for holder in self.holders:
+            holder.generation = generation
+
 
 @dataclass(eq=False)
 class _Seat:
@@ -97,6 +102,7 @@ class _Seat:
     low: int = 0  # the next start lies in [low, high]
     high: int = 0
     void: str | None = None  # why the tail must not be read
+    generation: int = 0  # which forward wrote the tail last; 0 for none
 
 
 class _Moves:
@@ -152,7 +158,7 @@ class _Pool:
 
         Args:
             mapping: logical pages of the chunks.
-            seats: the requests' seats, each once. A request's place among them is its lane of spares.
+            seats: the requests' seats, each once. A request's place among them says which spares of the slot it takes.
             slot: the slot whose spares are used.
 
         Returns:
@@ -170,18 +176,18 @@ class _Pool:
         own, width = shape.tail_pages, 2 * shape.tail_pages + 1
         pages = np.zeros((shape.layers, requests, width), np.int32)  # of each request: its own, spares taken, nothing
         pages[:, :, :own] = self.owned[:, seats]
-        flat, lanes = pages.reshape(shape.layers, -1), np.arange(requests)[:, None] * width
+        flat, begins = pages.reshape(shape.layers, -1), np.arange(requests)[:, None] * width
         taken = self._moves.taken[ways]
         if taken.any():
-            given = flat.take(lanes + self._moves.given[ways], axis=1)
+            given = flat.take(begins + self._moves.given[ways], axis=1)
             used = np.arange(own) < taken[:, None]
             pages[:, :, own:-1] = np.concatenate([spares[None], given[:-1]])
             spares[used] = given[-1][used]
-        self.owned[:, seats] = flat.take(lanes + self._moves.owned[ways], axis=1)
+        self.owned[:, seats] = flat.take(begins + self._moves.owned[ways], axis=1)
         listed, place = self._moves.listed[ways], np.arange(shape.list_ids)
         logical = place + np.where(place < history[:, None], first[:, None], (fresh - history)[:, None])
         columns = np.where(listed < width - 1, logical - mapping.first_column[:, None], NO_COLUMN)
-        return columns.astype(np.int32), flat.take(lanes + listed, axis=1)
+        return columns.astype(np.int32), flat.take(begins + listed, axis=1)
 
 
 class TailStore:
@@ -312,8 +318,12 @@ class TailStore:
         self._seats[request] = seat
         return StepPlan(lists={}, continued=(), taken=(seat.index,), holders=(seat,))
 
-    def hold(self, request: RequestId) -> tuple[StepPlan, int, int]:
-        """What reading a request's tail needs: a plan without lists that changes nothing, and where it may go on.
+    def hold(self, request: RequestId) -> tuple[StepPlan, int, int, int]:
+        """What reading a request's tail needs.
+
+        Returns:
+            A plan without lists that changes nothing, the smallest and the largest position at which the request may go
+            on, and the generation that wrote the tail last.
 
         Raises:
             UnknownRequest: the request holds no seat.
@@ -322,7 +332,8 @@ class TailStore:
         seat = self._find(request)
         if seat.void is not None:
             raise TailVoid(f"request {request!r} lost its tail: {seat.void}; end it and start it anew")
-        return StepPlan(lists={}, continued=(seat.index,), taken=(), holders=(seat,)), seat.low, seat.high
+        plan = StepPlan(lists={}, continued=(seat.index,), taken=(), holders=(seat,))
+        return plan, seat.low, seat.high, seat.generation
 
     def whose(self, ratio: int, page: int) -> str:
         """Who owns a page now, in words; for errors and debugging, since it searches.

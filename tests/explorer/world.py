@@ -108,9 +108,9 @@ class World:
             (seat, step): ("page", next(page)) for step in self.steps for seat in range(seats)
         }
         self.spare: dict[tuple[int, int, str], Resource] = {
-            (slot, lane, kind): ("page", next(page))
+            (slot, place, kind): ("page", next(page))
             for slot in range(slots + len(graphs))
-            for lane in range(seats)
+            for place in range(seats)
             for kind in kinds
         }
         self.free = list(range(seats))
@@ -188,15 +188,15 @@ class World:
             self.free.remove(self.requests[name].seat)
         run.requests = [self.requests[name] for name in names]
         slot = run.lease.slot.index
-        for lane, request in enumerate(run.requests):
+        for place, request in enumerate(run.requests):
             for step in self.steps:
                 page = self.owned[request.seat, step]
                 stamp = (run.name, *step)
                 if request.name in new:
                     run.pages.setdefault(step, []).append(Pages((), page))
                 else:
-                    fresh = self.spare[slot, lane, step[1]]
-                    self.owned[request.seat, step], self.spare[slot, lane, step[1]] = fresh, page
+                    fresh = self.spare[slot, place, step[1]]
+                    self.owned[request.seat, step], self.spare[slot, place, step[1]] = fresh, page
                     run.pages.setdefault(step, []).append(Pages(((page, request.stamps[step]),), fresh))
                 request.stamps[step] = (request.name, *stamp)
         return (

@@ -236,6 +236,48 @@ def test_what_cannot_be_restored_is_refused_by_name_and_changes_nothing() -> Non
     assert small.different == 0
 
 
+def test_a_tail_that_is_saved_twice_is_of_the_forward_that_wrote_it_and_a_restore_counts_as_one() -> None:
+    here, there = world(), world()
+    requests = {"r": here.request()}
+    for end in (50, 77):
+        before = here.runtime.mint()
+        here.forward(requests, [chunk(0 if end == 50 else 50, end)])
+        first, second = save(here.runtime, R), save(here.runtime, R)
+        assert first == second
+        assert before < checkpoint.decode(first, LAYERS, position=end).generation < here.runtime.mint() - 2
+    written = checkpoint.decode(first, LAYERS, position=77).generation
+    before = there.runtime.mint()
+    restore(there.runtime, R, second, 77, generation=written)
+    after = there.runtime.mint()
+    for _ in range(2):
+        assert before < checkpoint.decode(save(there.runtime, R), LAYERS, position=77).generation < after
+    there.forward(requests, [chunk(77, 140)])
+    assert whole(here, there)
+
+
+def test_whoever_has_the_pages_next_follows_a_save_that_broke_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = world(max_num_seqs=1, slots=8)  # a slot each: none waits for another's
+    requests = {"r": here.request()}
+    here.queue(requests, [chunk(0, 100)])
+    gather, gate = tails._gather, Gate(torch.npu.ExternalEvent(), here.streams[0], here.copies)
+
+    def breaks_off(*args: Any) -> None:
+        gather(*args)
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patched, torch.npu.stream(torch.npu.Stream()):
+        patched.setattr(tails, "_gather", breaks_off)
+        with pytest.raises(RuntimeError, match="no memory"):
+            save(here.runtime, R)
+    here.queue(requests, [chunk(100, 203)])  # rewrites pages that are being read
+    violations = check(here.runtime.trace.records(), here.runtime.trace.dropped).violations
+    gate.open()
+    here.check_all(requests)
+    save(here.runtime, R)
+    assert violations == ()
+    assert here.different == 0
+
+
 def test_a_restore_that_breaks_off_gives_its_seat_back(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = world(), world(max_num_seqs=1)
     requests = {"r": here.request()}

@@ -7,9 +7,10 @@ answer comes, and pickles nothing, so a view of a state table or of a page would
 Way: every tensor in a call is compared by the range of its whole storage with all memory of the runtime, so that views,
 slices and aliases of any kind are seen and equal content elsewhere is not; and every other object by its type: ours
 that stand for workspace (leases, slots, executions, page lists) must not be there either. Whatever cannot be looked
-into is refused, too: an audit that passes over an object says nothing. The runtime's memory is found by looking through
-the runtime, so that a tensor that is added to it is not forgotten. A call costs what its payload has, and one search in
-as many ranges as the runtime has storages, which no layer adds to.
+into is refused, too: an audit that passes over an object says nothing. So containers and plain values of a subclass are
+looked at for attributes as well, arrays for what their memory belongs to, tensors for their gradient. The runtime's
+memory is found by looking through the runtime, so that a tensor that is added to it is not forgotten. A call costs what
+its payload has, and one search in as many ranges as the runtime has storages, which no layer adds to.
 Not here: who calls it (adapters, at debug level; tests, always), and what a connector does below (operators, groups).
 It finds memory once; a runtime takes all of it in its constructor.
 
@@ -22,6 +23,7 @@ import bisect
 import dataclasses
 import enum
 import functools
+import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, Final, NamedTuple, Protocol, cast
@@ -51,7 +53,10 @@ _PLAIN: Final = (
     str,
     bytes,
     enum.Enum,
-    np.generic,
+    np.bool_,
+    np.number,
+    np.character,
+    np.datetime64,
     torch.dtype,
     torch.device,
     torch.layout,
@@ -212,10 +217,10 @@ class Boundary:
         return found
 
     def _work_out(self, cls: type) -> _Way:
-        if issubclass(cls, _PLAIN):
-            return _Way.PLAIN
         if _ours(cls):
             return _Way.OURS
+        if issubclass(cls, _PLAIN):
+            return _Way.ATTRIBUTES if cls.__dictoffset__ or _slots(cast(Any, cls)) else _Way.PLAIN
         ways: list[tuple[_Way, tuple[type, ...]]] = [
             (_Way.TENSOR, (torch.Tensor,)),
             (_Way.ARRAY, (np.ndarray,)),
@@ -227,7 +232,7 @@ class Boundary:
         ]
         for way, classes in ways:
             if issubclass(cls, classes):
-                return _Way.NAMED if way is _Way.SEQUENCE and hasattr(cls, "_fields") else way
+                return _Way.NAMED if issubclass(cls, tuple) and hasattr(cls, "_fields") else way
         return _Way.ATTRIBUTES if dataclasses.is_dataclass(cls) else _Way.UNKNOWN
 
 
@@ -244,7 +249,7 @@ class _Way(enum.Enum):
     SEQUENCE = enum.auto()
     NAMED = enum.auto()  # a named tuple
     SET = enum.auto()
-    ATTRIBUTES = enum.auto()  # a dataclass
+    ATTRIBUTES = enum.auto()  # a dataclass, or a plain value with attributes
     UNKNOWN = enum.auto()
 
 
@@ -280,29 +285,37 @@ class _Walk:
 
     def _parts(self, value: Any, way: _Way, field: str) -> Iterable[tuple[str, object]]:
         """What an object consists of, each with its name."""
+        parts: list[tuple[str, object]] = []
         match way:
-            case _Way.TENSOR:  # what hangs on it, if anything does
-                return [(f"{field}.{name}", hung) for name, hung in getattr(value, "__dict__", {}).items()]
             case _Way.OPAQUE:
                 return [(f"{field}.{PENDING}", getattr(value, PENDING, None))]
+            case _Way.TENSOR:
+                if not value.is_leaf:
+                    raise self._violation(
+                        field, "has a graph of gradients, which the audit does not look into", _PLAINLY
+                    )
+                parts = [(f"{field}.grad", value.grad)]
+            case _Way.ARRAY:
+                parts = [(f"{field}.base", value.base)]
             case _Way.MAPPING:
-                parts = [(f"{field}[{_key(key)}]", part) for key, part in list(value.items())]
-                return [*parts, *((f"{field}.keys()", key) for key in list(value))]
+                items = [*(dict.items(value) if isinstance(value, dict) else value.items())]
+                parts = [(f"{field}[{_key(key)}]", part) for key, part in items]
+                parts += [(f"{field}.keys()", key) for key, _ in items]
             case _Way.SEQUENCE:
-                return [(f"{field}[{index}]", part) for index, part in enumerate(list(value))]
+                parts = [(f"{field}[{index}]", part) for index, part in enumerate(_items(value))]
             case _Way.NAMED:
-                return [(f"{field}.{name}", part) for name, part in zip(value._fields, value, strict=True)]
+                parts = [(f"{field}.{name}", part) for name, part in zip(value._fields, _items(value), strict=True)]
             case _Way.SET:
-                return [(f"{field}.item", part) for part in list(value)]
-            case _Way.ATTRIBUTES:
-                return [(f"{field}.{name}", part) for name, part in _named(value)]
+                parts = [(f"{field}.item", part) for part in _items(value)]
             case _Way.UNKNOWN:
                 raise self._violation(
                     field,
                     f"is a {type(value).__qualname__} of {type(value).__module__}, which the audit cannot look into",
                     "name its type among the opaque ones if it holds no tensor",
                 )
-        return ()
+            case _Way.PLAIN | _Way.OURS | _Way.TYPE:
+                return ()
+        return [*parts, *((f"{field}.{name}", part) for name, part in _named(value))]
 
     def _tensor(self, tensor: torch.Tensor, field: str) -> None:
         self.tensors += 1
@@ -323,7 +336,7 @@ class _Walk:
     def _array(self, array: np.ndarray[Any, Any], field: str) -> None:
         if array.dtype.hasobject:
             raise self._violation(field, "is an array of objects, which the audit does not look into", _PLAINLY)
-        begin, end = np.lib.array_utils.byte_bounds(array)
+        begin, end = _bounds(array)
         self._range(begin, end, begin, torch.device("cpu"), field, f"array of {array.dtype} {[*array.shape]}")
 
     def _range(self, begin: int, end: int, first: int, device: torch.device, field: str, what: str) -> None:
@@ -370,19 +383,48 @@ class _Key(NamedTuple):
     key: object
 
 
+def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """The addresses of an array's first byte and behind its last; NumPy has this by one name up to 1.26 and another."""
+    begin = end = array.ctypes.data
+    if array.size:
+        reach = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
+        begin += sum(step for step in reach if step < 0)
+        end += sum(step for step in reach if step > 0) + array.itemsize
+    return begin, end
+
+
+#: Containers whose subclasses may say anything of what is in them.
+_ITERATED: Final[tuple[Any, ...]] = (list, tuple, deque, set, frozenset)
+
+
+def _items(value: Any) -> list[object]:
+    """What is in a container, whatever its class says that is."""
+    for cls in _ITERATED:
+        if isinstance(value, cls):
+            return [*cls.__iter__(value)]
+    return [*value]
+
+
 @functools.cache
-def _slots(cls: Any) -> tuple[str, ...]:
-    names: list[str] = []
-    for base in cls.__mro__:
-        found = base.__dict__.get("__slots__", ())
-        names += [found] if isinstance(found, str) else found
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+def _slots(cls: Any) -> tuple[tuple[str, Any], ...]:
+    """Attributes that objects of a class have in places of their own: slots, and members of what is written in C."""
+    return tuple(
+        (name, each)
+        for base in cls.__mro__
+        for name, each in vars(base).items()
+        if isinstance(each, types.MemberDescriptorType)
+    )
 
 
 def _named(value: object) -> list[tuple[str, object]]:
     """Attributes of an object, with and without slots."""
+    held: list[tuple[str, object]] = []
     cls: Any = type(value)
-    held = [(name, getattr(value, name)) for name in _slots(cls) if hasattr(value, name)]
+    for name, place in _slots(cls):
+        try:
+            held.append((name, place.__get__(value)))
+        except AttributeError:  # not set
+            continue
     return held + list(getattr(value, "__dict__", {}).items())
 
 

@@ -8,9 +8,10 @@ Payloads are of the protocol's own dataclasses: the double's, or with AFD_PLUGIN
 from __future__ import annotations
 
 import enum
+import functools
 import gc
 import types
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -150,10 +151,98 @@ def test_a_payload_of_any_shape_is_walked_and_the_path_is_what_one_would_write(r
         (runtime.staging.entries[0].flat.numpy()[3:5], "p"),
     ):
         assert refusal(boundary, {"p": payload}).field == field
-    hung = torch.zeros(1)
-    hung.weight_loader = [mine]  # type: ignore[attr-defined]
-    assert refusal(boundary, {"p": hung}).field == "p.weight_loader[0]"
     boundary.check("Connector.send", {"p": P.AFDTransferMetadata(0, 0, [1])})
+
+
+class Told(list[Any]):
+    """A list that shows nothing."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class Hidden(dict[str, Any]):
+    """A dict that shows nothing."""
+
+    def items(self) -> Any:
+        return ()
+
+
+class WithAttributes:
+    """A base for payloads of other types."""
+
+    more: Any
+
+
+class Listed(WithAttributes, list[Any]): ...
+
+
+class Mapped(WithAttributes, dict[str, Any]): ...
+
+
+class Named(WithAttributes, Pair): ...
+
+
+class Grouped(WithAttributes, set[Any]): ...
+
+
+class Worded(WithAttributes, str): ...
+
+
+class Arrayed(WithAttributes, np.ndarray[Any, Any]): ...
+
+
+class Private(list[Any]):
+    __slots__ = ("__more",)
+
+    def __init__(self, more: object) -> None:
+        self.__more = more
+
+
+def test_what_hangs_on_a_container_a_value_or_a_tensor_is_found(
+    runtime: StockRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boundary, mine = Boundary(runtime), runtime.pools[CompressorKind.C128]
+    pinned = runtime.staging.entries[0].flat.numpy()
+    kinds = (Listed(), Mapped(), Named(1, 2), Grouped(), Worded("x"), np.zeros(3).view(Arrayed), OrderedDict())
+    for payload in (*kinds, torch.zeros(1), Color.RED):
+        monkeypatch.setattr(payload, "more", None, raising=False)
+        boundary.check("Connector.send", {"p": payload})
+        monkeypatch.setattr(payload, "more", [mine], raising=False)
+        assert refusal(boundary, {"p": payload}).field == "p.more[0]"
+    weight = torch.nn.Parameter(torch.zeros(mine.shape, device=mine.device))
+    weight.grad = mine
+    for payload, field in (
+        (Told([mine]), "p[0]"),
+        (Hidden(a=mine), "p['a']"),
+        (Private(mine), "p._Private__more"),
+        (defaultdict(lambda: mine), "p.default_factory"),
+        (weight, "p.grad"),
+        (pinned[:0], "p.base"),
+        (np.broadcast_to(pinned[:1], (3, 0)), "p.base"),
+    ):
+        assert refusal(boundary, {"p": payload}).field == field
+    boundary.check("Connector.send", {"p": [defaultdict(list), np.zeros(3)[:0], np.frombuffer(b"xy", np.uint8)]})
+
+
+def test_an_array_reaches_from_its_first_byte_to_its_last_whichever_numpy_it_is(
+    runtime: StockRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = np.zeros((2, 3, 4), np.int32)
+    at = array.__array_interface__["data"][0]
+    for part, begin, end in (
+        (array, 0, 96),
+        (array.T, 0, 96),
+        (array[:, ::-1, 1], 4, 88),  # elements 1 to 21
+        (array[::-1, 2, ::-2], 36, 96),  # elements 9 to 23
+        (np.broadcast_to(array[1, 0, :1], (5, 7)), 48, 52),
+    ):
+        assert audit._bounds(part) == (at + begin, at + end)
+    begin, end = audit._bounds(array[:, 2:2])
+    assert begin == end
+    monkeypatch.delattr(np.lib, "array_utils", raising=False)  # as before NumPy 2.0
+    pinned = runtime.staging.entries[0].flat.numpy()
+    assert refusal(Boundary(runtime), {"p": pinned[3:5][::-1]}).field == "p"
 
 
 def test_what_cannot_be_looked_into_is_named_and_refused(runtime: StockRuntime) -> None:
@@ -168,6 +257,9 @@ def test_what_cannot_be_looked_into_is_named_and_refused(runtime: StockRuntime) 
         (types.SimpleNamespace(x=1), "SimpleNamespace"),
         (torch.zeros(2).to_sparse(), "Tensor"),
         (np.array([runtime], dtype=object), "objects"),
+        (np.zeros(1, "i4,f8")[0], "void"),  # it looks into an array
+        (functools.partial(len, runtime), "partial"),
+        (torch.nn.Parameter(torch.zeros(2))[1:], "graph of gradients"),
     ):
         violation = refusal(boundary, {"p": [payload]})
         assert violation.field == "p[0]"

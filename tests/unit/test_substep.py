@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from afd_dsv4.execution.substep import Lane, drafting, lanes
-from afd_dsv4.geometry import InputError, from_hf_config, preset
+from afd_dsv4.geometry import InputError, from_hf_config
 from afd_dsv4.tail.tables import RequestChunk, RequestId
 from afd_dsv4.workspace.identity import Generation
 
@@ -26,13 +26,6 @@ CONFIG = {
 def test_a_draft_layer_that_owns_a_compressor_is_a_lane_and_the_others_are_none() -> None:
     assert lanes(43, [0, 4, 0, 128]) == (Lane(2, 44, 4), Lane(4, 46, 128))
     assert lanes(43, []) == ()
-
-
-@pytest.mark.parametrize("name", ["flash", "pro"])
-def test_released_models_have_no_lane(name: str) -> None:
-    geometry = preset(name)
-    assert geometry.num_nextn_layers == 1
-    assert lanes(geometry.num_layers, [0] * geometry.num_nextn_layers) == ()
 
 
 def test_a_config_with_a_lane_is_refused() -> None:

@@ -98,6 +98,7 @@ class AfdFacts:
         asynchronous: whether asynchronous data parallelism is on.
         stages: stages that the asynchronous connector cuts a step into, 1 for none.
         split: what it cuts at.
+        dense: layers without experts before the first with them, where a step is cut into stages; else 0.
         plugin: the installed afd-plugin, for people; None where there is none.
         pin: name of the pin that it is, None where that is none that is known.
         lacks: why there is no adapter for that pin, None where there is.
@@ -110,6 +111,7 @@ class AfdFacts:
     asynchronous: bool | None
     stages: int | None
     split: str | None
+    dense: int | None
     plugin: str | None
     pin: str | None
     lacks: str | None
@@ -346,6 +348,10 @@ def _against_afd(afd: AfdFacts, facts: EngineFacts) -> Iterator[str]:
         yield _no(CAM_ASYNC, "async is false", 'set additional_config["afd"]["async"] to true')
     if afd.connector == CAM_ASYNC and afd.stages is not None and afd.stages not in (1, 2):
         yield _no("async_moe_num_ubatches", str(afd.stages), "set it to 2")
+    if afd.connector == CAM_ASYNC and afd.dense:
+        # deepseek_v2_async_cam_forward.py: dense_prefix_layers; the executions are those of the stages.
+        found = f"{afd.dense} dense layers first (first_k_dense_replace), where attention runs the whole batch at once"
+        yield _no("async_moe_ubatching", found, "set it to false, or serve a model without them")
     if afd.connector == CAM_P2P and facts.ubatches is not None and facts.ubatches > 1:
         # v1/worker/npu/attention_model_runner.py: shared_dsa_metadata_caches; the stages of CAM_ASYNC have one each.
         found = f"{facts.ubatches} uBatches, of which all but the first get lengths and positions of the first"

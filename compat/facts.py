@@ -58,7 +58,7 @@ def facts_from(vllm_config: Any, platform: type, stack: InstalledStack, verdict:
     additional = config.read("additional_config", Mapping) or {}
     hf_config = model.inner("hf_config").call("to_dict").whole(Mapping) or {}
     geometry, geometry_error = _geometry(hf_config)
-    afd = _afd(additional, stack, unread)
+    afd = _afd(additional, hf_config, stack, unread)
     adapter = ADAPTERS.get((full_name(stack.name, stack.afd) if afd else stack.name) or "")
     return EngineFacts(
         stack=str(stack),
@@ -169,7 +169,9 @@ def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _afd(additional: Mapping[str, Any], stack: InstalledStack, unread: list[str]) -> AfdFacts | None:
+def _afd(
+    additional: Mapping[str, Any], hf_config: Mapping[str, Any], stack: InstalledStack, unread: list[str]
+) -> AfdFacts | None:
     """afd-plugin's mapping, its own keys or the aliases; a role that cannot be read is none that we know."""
     afd = additional.get("afd")
     if afd is None:
@@ -182,6 +184,7 @@ def _afd(additional: Mapping[str, Any], stack: InstalledStack, unread: list[str]
     options = reader.read("connector_extra_config", Mapping, {})
     extra = _Mapping(f"{reader.path}.connector_extra_config", options, unread)
     cuts = connector == CAM_ASYNC and extra.read("async_moe_ubatching", bool, False)
+    model = _Mapping("vllm_config.model_config.hf_config", hf_config, unread)
     pin = stack.afd
     return AfdFacts(
         role=role if isinstance(role, str) else reprlib.repr(role),
@@ -189,6 +192,7 @@ def _afd(additional: Mapping[str, Any], stack: InstalledStack, unread: list[str]
         asynchronous=reader.read("async_dp" if "async_dp" in afd else "async", bool, False),
         stages=extra.read("async_moe_num_ubatches", int, 2) if cuts else 1,
         split=extra.read("async_moe_split", str, "request"),
+        dense=model.read("first_k_dense_replace", int, 0) if cuts else 0,
         plugin=f"commit {stack.afd_plugin_commit or 'unknown'}" if stack.afd_plugin else None,
         pin=pin.name if pin else None,
         lacks=pin.lacks if pin else None,

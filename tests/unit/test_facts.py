@@ -215,6 +215,29 @@ def test_the_connector_and_its_stages_are_read_under_afd_plugins_names_and_defau
 
 
 @pytest.mark.parametrize(
+    ("dense", "cuts", "found", "unread"),
+    [
+        (None, True, 0, False),  # the key is not there
+        (3, True, 3, False),
+        (3, False, 0, False),  # an uncut forward has one execution
+        ("3", True, None, True),
+        ("3", False, 0, False),
+    ],
+)
+def test_layers_without_experts_are_counted_where_a_step_is_cut(dense, cuts, found, unread, ascend):
+    afd = {"connector": "CAMAsyncAFDConnector", "connector_extra_config": {"async_moe_ubatching": cuts}}
+    vllm_config = configuration(afd=afd)
+    values = vllm_config.model_config.hf_config.to_dict()
+    if dense is not None:
+        values = {**values, "first_k_dense_replace": dense}
+    vllm_config.model_config.hf_config = SimpleNamespace(to_dict=lambda: values)
+    facts = read(vllm_config, ascend)
+    assert facts.afd is not None
+    assert facts.afd.dense == found
+    assert facts.unread == (("vllm_config.model_config.hf_config.first_k_dense_replace",) if unread else ())
+
+
+@pytest.mark.parametrize(
     ("afd", "path"),
     [
         ({"async": "yes"}, "async"),

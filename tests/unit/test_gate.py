@@ -61,6 +61,7 @@ ATTENTION = AfdFacts(
     asynchronous=True,
     stages=2,
     split="token",
+    dense=0,
     plugin="commit 85e826e",
     pin="afd-plugin-85e826e",
     lacks=None,
@@ -261,6 +262,7 @@ AFD_ALONE = {
     "not asynchronous": ({"asynchronous": False}, {}, ("CAMAsyncAFDConnector", "async is false", "to true")),
     "three stages": ({"stages": 3}, {}, ("async_moe_num_ubatches", "3", "set it to 2")),
     "another split": ({"split": "layer"}, {}, ("async_moe_split", "layer", "'request' or 'token'")),
+    "dense layers in stages": ({"dense": 3}, {}, ("async_moe_ubatching", "3 dense layers", "set it to false")),
     "PCP": ({}, {"prefill_context_parallel": 2}, ("prefill context", "2", "--prefill-context-parallel-size 1")),
     "prefix caching": ({}, {"prefix_caching": True}, ("prefix caching", "--no-enable-prefix-caching")),
     "drafts": (

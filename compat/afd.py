@@ -4,9 +4,9 @@
 
 Problem: with `worker_cls` left to vLLM, afd-plugin maps the platform's own worker class to its own, and raises at any
 other name; it does so behind the platform's say in a configuration, where the plugin has entered its class already.
-Way: its function is asked no more about a configuration that has one of ours. In place from the first configuration
-with AFD that the plugin is on for, in processes that make configurations, until `undo`. A worker class that is named
-(`--worker-cls afd_plugin...`) is not chosen by afd-plugin, and needs none of this.
+Way: its function is asked no more about a configuration that has one of ours for AFD. In place from the first
+configuration with AFD that the plugin is on for, in processes that make configurations, until `undo`. A worker class
+that is named (`--worker-cls afd_plugin...`) is not chosen by afd-plugin, and needs none of this.
 Not here: the class, which is one of afd-plugin's by inheritance (`adapters/`).
 """
 
@@ -18,10 +18,11 @@ from typing import Any, Final
 from afd_dsv4.compat.adapters import ADAPTERS
 from afd_dsv4.compat.contract import Verdict
 from afd_dsv4.compat.patch import Patch, PatchSet
+from afd_dsv4.gate import AFD
 
 
 def _select(native: Callable[[Any], None]) -> Callable[[Any], None]:
-    ours = {adapter.worker for adapter in ADAPTERS.values()}
+    ours = {adapter.worker for adapter in ADAPTERS.values() if AFD in adapter.covers}
 
     def select(vllm_config: Any) -> None:
         if vllm_config.parallel_config.worker_cls not in ours:

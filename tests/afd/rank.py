@@ -177,7 +177,7 @@ def make_connector(p: SimpleNamespace, mode: Mode, place: Any, role: str, number
         from afd_dsv4.compat.adapters.vllm_0_26_0_ascend_80d8c194f_afd_85e826e.connectors import CONNECTORS
 
         connector = audited(CONNECTORS[name], rank)(number, 0, settings, config, number)
-        connector.audit = rank.boundary.check
+        connector.audit = rank.boundary
     connector.init_afd_connector()
     return connector
 

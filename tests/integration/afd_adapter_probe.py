@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from afd_dsv4.evidence import isolation_probe as probe
 
@@ -101,20 +103,84 @@ def made(model: str, connector: str) -> dict[str, Any]:
     runner._afd_pending_metadata = runner._afd_async_moe_ubatch_metadata = runner.ubatch_slices = object()
     runner._forget()
     result["forgotten"] = [runner._afd_pending_metadata, runner._afd_async_moe_ubatch_metadata, runner.ubatch_slices]
+    result["broken_off"] = _broken_off(runner)
     result["ends"] = _ends(worker, runner)
     result["initialized_at_the_end"] = runner.connector.is_initialized
     return result
 
 
-def _ends(worker: Any, runner: Any) -> dict[str, list[str]]:
-    """In which order what ends, where the connector's close returns, raises, or does not come back."""
+def _broken_off(runner: Any) -> dict[str, Any]:
+    """What a forward without requests, as dummy and profile runs are, leaves behind that fails once it has sent."""
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import override_forward_context
+
+    found: dict[str, Any] = {}
+    context = SimpleNamespace(
+        attn_metadata=None,
+        cudagraph_runtime_mode=CUDAGraphMode.NONE,
+        ubatch_slices=None,
+        additional_kwargs=None,
+        flash_comm_v1_enabled=False,
+        capturing=False,
+    )
+    item = SimpleNamespace(metadata=SimpleNamespace(layer_idx=4, stage_idx=0))
+
+    def model(send: bool) -> Any:
+        return lambda **_given: runner.connector.send_attn_output(None, item) if send else "computed"
+
+    runner.launches, runner.tails = object(), _runtime(runner)
+    runner._afd_pending_metadata, runner._afd_suppress_metadata_send = object(), True  # nobody is there to hear it
+    for how, send in (("computes", False), ("sends", True), ("sends again", True), ("computes again", False)):
+        runner.model = model(send)
+        with override_forward_context(cast(Any, context)):
+            try:
+                found[how] = str(runner._model_forward(1))
+            except RuntimeError as error:
+                found[how] = str(error)
+    runner.launches = runner.tails = runner.connector.refused = None
+    runner.connector.unanswered.clear()
+    return found
+
+
+def _runtime(runner: Any) -> Any:
+    """A small one."""
+    from afd_dsv4.compressor.stock import StockRuntime
+    from afd_dsv4.geometry import ModelGeometry, page_layout
+
+    geometry, layout = ModelGeometry("small", 512, 1, (4,)), page_layout("vllm-ascend-80d8c194f", 32)
+    return StockRuntime(
+        geometry, layout, max_num_seqs=1, max_num_batched_tokens=8, device=runner.device, slots=1, drafts=0
+    )
+
+
+def _give_up(runner: Any) -> None:
+    """Leave the runner with a lease in doubt, as a forward does that has sent what it did not receive."""
+    from afd_dsv4.tail.tables import RequestChunk, RequestId
+
+    runner.tails = _runtime(runner)
+    generation = runner.tails.mint()
+    runner.tails.begin([RequestChunk(RequestId("a"), 0, 3)], generation=generation)
+    runner.tails.abandon(generation, "planted")
+
+
+def _ends(worker: Any, runner: Any) -> dict[str, dict[str, Any]]:
+    """In which order what ends, and what is said of what is left, by what the close does and what else is in doubt."""
+    import torch
+    from vllm.logger import logger
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from afd_dsv4.compat.adapters.vllm_0_26_0_ascend_80d8c194f_afd_85e826e import connectors
+    from afd_dsv4.compat.adapters.vllm_0_26_0_ascend_80d8c194f_afd_85e826e import runner as adapter
+    from afd_dsv4.softnpu import runtime as softnpu
 
     order: list[str] = []
+    said: list[str] = []
     release = threading.Event()
-    native, engine, tails = type(runner.connector).__mro__[2].close, GPUModelRunner.shutdown, runner.close_tails
+    cls: Any = type(runner.connector).__mro__[2]
+    native, engine, tails = cls.close, GPUModelRunner.shutdown, runner.close_tails
+    listener = logging.Handler(logging.ERROR)
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(listener)
 
     def ended(what: str, then: Any, *arguments: Any) -> Any:
         order.append(what)
@@ -127,30 +193,52 @@ def _ends(worker: Any, runner: Any) -> dict[str, list[str]]:
         release.wait()
 
     found = {}
-    runner.close_tails = lambda: ended("tails", tails)
-    for how, close in (("returns", native), ("raises", raises), ("hangs", hangs)):
-        cls: Any = type(runner.connector).__mro__[2]
+    stream = torch.npu.current_stream()
+    runner.close_tails = lambda *given: ended("tails", tails, *given)
+    for how, close in (
+        ("returns", native),
+        ("raises", raises),
+        ("hangs", hangs),
+        ("returns, with work queued", lambda _self: None),
+        ("raises, with work queued", raises),
+        ("returns, with a lease in doubt", lambda _self: None),
+    ):
         cls.close = lambda self, close=close: ended("connector", close, self)
         once = engine if how == "returns" else lambda _self: None  # it ends once
         GPUModelRunner.shutdown = lambda self, once=once: ended("engine", once, self)  # type: ignore[method-assign]
         runner.connector._closing = None
+        if queued := how.endswith("queued"):
+            softnpu.hang_stream(stream)
+            torch.ones(8, device=runner.device).add_(1)
+        if how.endswith("doubt"):
+            _give_up(runner)
+        # What does not come back does not, however short that is; what does, does in time.
+        connectors.CLOSE_S = 0.05 if queued or how == "hangs" else 120.0  # type: ignore[misc]
+        adapter.TAILS_S = 0.05  # type: ignore[misc]  # nothing of theirs runs
         order.clear()
-        if how == "hangs":
-            connectors.CLOSE_S = 2.0  # type: ignore[misc]  # it hangs however short that is, once it is called
+        said.clear()
         worker.shutdown()
-        found[how] = list(order)
+        found[how] = {"order": list(order), "left": [line for line in said if "are left to the end" in line]}
+        if queued:
+            softnpu.release_stream(stream)
+            runner.connector._closing.join()
+        runner.tails = None
     release.set()
+    logger.removeHandler(listener)
     return found
 
 
-def closed() -> dict[str, str | None]:
-    """How a connector of ours ends whose native one returns, raises, or does not come back."""
+def closed() -> dict[str, Any]:
+    """How a connector of ours ends whose native one returns, raises, or does not come back; and how its forwards do."""
+    import torch
+
     from afd_dsv4.compat.adapters.vllm_0_26_0_ascend_80d8c194f_afd_85e826e import connectors
 
     release = threading.Event()
+    devices: list[int] = []
 
     def returns() -> None:
-        pass
+        devices.append(torch.accelerator.current_device_index())
 
     def raises() -> None:
         raise RuntimeError("planted")
@@ -158,22 +246,35 @@ def closed() -> dict[str, str | None]:
     def hangs() -> None:
         release.wait()
 
-    found: dict[str, str | None] = {}
-    connectors.CLOSE_S = 0.05  # type: ignore[misc]  # the hang is definite, however short it is
+    def connector(native: Any) -> Any:
+        names = {
+            "local_rank": 1,
+            "close": lambda _self: native(),
+            "send_attn_output": lambda _self, _hidden, _context: None,
+            "recv_ffn_output": lambda _self, _reference, _ubatch: None,
+        }
+        return type("Ours", (connectors.WatchedMixin, type("Native", (), names)), {})()
+
+    item = SimpleNamespace(metadata=SimpleNamespace(layer_idx=4, stage_idx=0))
+    found: dict[str, Any] = {}
     for native in (returns, raises, hangs):
-        base = type("Native", (), {"close": lambda _self, native=native: native()})
-        ours = type("Ours", (connectors.WatchedMixin, base), {})()
+        # The hang is definite, however short it is; the others end, in time.
+        connectors.CLOSE_S = 0.05 if native is hangs else 120.0  # type: ignore[misc]
+        ours = connector(native)
+        with ours.whole():
+            ours.send_attn_output(None, item)
+            ours.recv_ffn_output(None)
         ours.close()
         ours.close()
         found[native.__name__] = ours.refused
         found[f"{native.__name__}, hangs"] = str(ours.hangs)
         if ours.refused:
             try:
-                ours.send_attn_output(None, None)
+                ours.send_attn_output(None, item)
             except RuntimeError as error:
                 found[f"{native.__name__}, then sends"] = str(error)
     release.set()
-    return found
+    return {**found, "devices": devices}
 
 
 def main() -> None:

@@ -59,6 +59,7 @@ TWO = {"async_moe_ubatching": True}
 ENGINES = {
     "cam": engine_of(CAM),
     "cam in two stages": engine_of(CAM, TWO),
+    "cam in two stages, with dense layers": engine_of(CAM, TWO, hf_overrides={"first_k_dense_replace": 1}),
     "cam cut at tokens": engine_of(
         CAM,
         {**TWO, "async_moe_split": "token", "attn_ranks_per_dp": 2},
@@ -121,7 +122,7 @@ def probed(installed: Path) -> dict[str, dict[str, Any]]:
     def probe(connector: str) -> dict[str, Any]:
         script = str(ROOT / "tests" / "integration" / "afd_adapter_probe.py")
         command = ["-m", "afd_dsv4.softnpu", "--", PYTHON, script, json.dumps(ENGINES if connector == CAM else {})]
-        done = run(*command, folders=(CHECKOUT, installed), PROBE_CONNECTOR=connector)
+        done = run(*command, folders=(CHECKOUT, installed), PROBE_CONNECTOR=connector, SOFTNPU_DEVICES="2")
         assert done.returncode == 0, done.stderr[-6000:]
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found
@@ -176,6 +177,7 @@ def test_the_ffn_role_is_off_and_no_refusal_and_has_afd_plugins_worker(
         ("p2pnccl", "AFD connector: P2pNcclAFDConnector"),
         ("camp2p with DBO", "DBO of afd-plugin: 2 uBatches"),
         ("another worker", "worker class: collections.OrderedDict"),
+        ("cam in two stages, with dense layers", "async_moe_ubatching: 1 dense layers first"),
         ("one slot for two stages", "setting slots: 1 for 2 uBatches"),
         ("drafting", "speculative decoding: mtp"),
         ("prefix caching", "prefix caching: on"),
@@ -245,10 +247,41 @@ def test_vllm_makes_our_worker_runner_and_connector_and_nothing_of_ours_stays_re
     assert found["architectures"] == ["AFDDeepseekV4ForCausalLM"]
     assert found["bytes_before_the_model"] == 0
     assert found["forgotten"] == [None, None, None]
-    # The worker sees to the tails once more; that does nothing.
-    whole = ["connector", "tails", "engine", "tails"]
-    assert found["ends"] == {"returns": whole, "raises": whole, "hangs": ["connector", "tails", "tails"]}
     assert not found["initialized_at_the_end"]
+
+
+@pytest.mark.parametrize("connector", [CAM, P2P])
+def test_the_engine_ends_behind_the_tails_and_only_where_nothing_can_run_any_more(
+    connector: str, probed: dict[str, dict[str, Any]]
+) -> None:
+    """Its end waits for the device, then frees the model. The worker sees to the tails once more; that does nothing."""
+    ends = probed[connector]["made"]["ends"]
+    for how in ("returns", "raises"):
+        assert ends[how] == {"order": ["connector", "tails", "engine", "tails"], "left": []}, how
+    doubts = {
+        "hangs": "has not come back",
+        "returns, with work queued": "has not come back",
+        "raises, with work queued": "has not come back",
+        "returns, with a lease in doubt": "leases in doubt: 1",
+    }
+    assert ends.keys() == {"returns", "raises", *doubts}
+    for how, why in doubts.items():
+        assert ends[how]["order"] == ["connector", "tails", "tails"], how
+        (line,) = ends[how]["left"]
+        assert "model and KV cache" in line
+        assert why in line
+
+
+@pytest.mark.parametrize("connector", [CAM, P2P])
+def test_a_forward_of_any_kind_that_has_sent_and_not_received_is_the_last_to_send(
+    connector: str, probed: dict[str, dict[str, Any]]
+) -> None:
+    found = probed[connector]["made"]["broken_off"]
+    assert found["computes"] == found["computes again"] == "computed"
+    assert "not" in found["sends"]
+    assert "initialized" in found["sends"]  # what the native one says, behind the count
+    assert "layer 4 of uBatch 0" in found["sends again"]
+    assert "restart the worker" in found["sends again"]
 
 
 def test_a_close_that_raises_or_never_comes_back_lets_the_worker_end_and_refuses_what_comes_after(
@@ -257,6 +290,7 @@ def test_a_close_that_raises_or_never_comes_back_lets_the_worker_end_and_refuses
     for found in probed.values():
         closed = found["closed"]
         assert closed["returns"] is None
+        assert closed["devices"] == [1]  # the connector's, which no thread begins with
         assert [closed[f"{how}, hangs"] for how in ("returns", "raises", "hangs")] == ["False", "False", "True"]
         assert "planted" in closed["raises"]
         assert "has not come back" in closed["hangs"]

@@ -53,12 +53,10 @@ HOMES = {
         "afd_plugin.v1.worker.npu.attention_model_runner:AFDNPUAttentionModelRunner",
         *_RUNNERS,
     ),
-    "WatchedMixin": (_CAM,),
+    "WatchedMixin": (_CAM, "afd_plugin.connectors.base:AFDConnectorBase"),
     "CAMAsyncAFDConnector": (_CAM,),
     "CAMP2pAFDConnector": ("afd_plugin.connectors.npu.camp2p:CAMP2pAFDConnector",),
 }
-#: Of other objects: `AscendUBatchWrapper` is the model's, whose thread's turn is watched.
-ELSEWHERE = {"_run_ubatch_thread": "afd_plugin.v1.worker.npu.npu_ubatch_wrapper:AscendUBatchWrapper"}
 #: What a native method whose body is recorded reads, too.
 READ_BY_RECORDED = {("AFDNPUAttentionWorker", "vllm_config")}
 #: The stack's objects that the adapter's functions are handed, by the name of the variable.
@@ -143,9 +141,7 @@ def needs(source: str) -> set[str]:
             behind = ast.unparse(child.value)
             if (native, child.attr) in READ_BY_RECORDED:
                 continue
-            if child.attr in ELSEWHERE:
-                found.add(f"{ELSEWHERE[child.attr]}.{child.attr}")
-            elif (behind == "super()" and child.attr not in of_mixins()) or (
+            if (behind == "super()" and child.attr not in of_mixins()) or (
                 behind in ("self", "super()") and child.attr not in own
             ):
                 found.add("|".join(f"{home}.{child.attr}" for home in HOMES[native]))

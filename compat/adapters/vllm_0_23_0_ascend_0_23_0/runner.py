@@ -37,6 +37,7 @@ from afd_dsv4.config import Settings, read
 from afd_dsv4.execution.step import Steps
 from afd_dsv4.geometry import CompressorKind, ModelGeometry, from_hf_config, page_layout
 from afd_dsv4.tail.tables import RequestChunk, RequestId
+from afd_dsv4.workspace.lease import Lease
 
 _Native: Final[Any] = object  # a mixin: what follows it in the order of bases is `NPUModelRunner`
 
@@ -123,15 +124,20 @@ class RunnerMixin(_Native):  # type: ignore[misc]  # untyped
             operator=launches.queue,
         )
 
-    def close_tails(self, drain_s: float = 10.0) -> None:
-        """Take no more launches and end the runtime. Does nothing if no model was loaded. May be called again."""
+    def close_tails(self, drain_s: float = 10.0) -> tuple[Lease[Any], ...]:
+        """Take no more launches and end the runtime. Does nothing if no model was loaded. May be called again.
+
+        Returns:
+            Leases in doubt, the first time: work that may still touch the memory of tails and slots.
+        """
         if self.launches is not None:
             self.launches.unbind()
         tails = self.tails
-        if tails is None:
-            return
-        if not tails.arena.closed and (lost := tails.close(drain_s)):
+        if tails is None or tails.arena.closed:
+            return ()
+        if lost := tails.close(drain_s):
             logger.warning("afd-dsv4: %d leases are in doubt at shutdown: %s", len(lost), lost)
+        return lost
 
     def _state_layers(self) -> dict[str, Any]:
         context = self.compilation_config.static_forward_context

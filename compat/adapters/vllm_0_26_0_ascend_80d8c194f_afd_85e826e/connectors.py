@@ -7,9 +7,10 @@ nobody here knows. What has been sent cannot be taken back. And `close` destroys
 raise, and may hang for ever behind a receive that is pending (vllm-project/afd-plugin#251).
 Way: subclasses under the same names. Every tensor in a call, and every one that waits to be received, is checked by
 storage (`execution/boundary.py`) where that is on; the asynchronous connector tells the forward that runs what it sends
-and receives (`execution/cam.py`). `close` runs the native one in a thread and waits `CLOSE_S` for it: what it raises is
-logged, and so is that it has not come back (`hangs`). Either way the caller goes on.
-After a failure nothing more is handed over: the queue of what is pending is not to be trusted.
+and receives (`execution/cam.py`). A forward of any kind that ends with something sent and not received leaves an answer
+to the next one that is not its own, so nothing more is handed over from then on.
+`close` runs the native one, and waits for the device behind it, in a thread that it waits `CLOSE_S` for. What is raised
+is logged, and so is that it has not come back (`hangs`); either way the caller goes on.
 Not here: the memory that is checked against, and which forward runs (`runner.py`); the FFN role's connectors.
 
 Contract: `connectors/base.py`, `connectors/npu/{async_cam,camp2p}.py` of vllm-project/afd-plugin at 85e826e.
@@ -18,20 +19,23 @@ Contract: `connectors/base.py`, `connectors/npu/{async_cam,camp2p}.py` of vllm-p
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+import torch
 from afd_plugin.connectors.factory import AFDConnectorFactory
 from afd_plugin.connectors.npu.async_cam import CAMAsyncAFDConnector
 from afd_plugin.connectors.npu.camp2p import CAMP2pAFDConnector
 from vllm.forward_context import get_forward_context
 from vllm.logger import logger
 
+from afd_dsv4.execution.boundary import Boundary
 from afd_dsv4.execution.cam import CamError, CamForward
 
-#: Seconds that `close` waits for the native one.
-CLOSE_S: Final = 10.0
+#: Seconds that `close` waits. With those for the tails (`runner.py`) less than vLLM gives a worker for its end
+#: (VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS, 5), or it is killed before it has said what it leaves.
+CLOSE_S: Final = 2.0
 
 _Native: Final[Any] = object  # a mixin: what follows it in the order of bases is a connector of afd-plugin's
 
@@ -40,15 +44,32 @@ class WatchedMixin(_Native):  # type: ignore[misc]  # untyped
     """See the module. It comes before the connector among the bases.
 
     Attributes:
-        audit: `Boundary.check`: looks at what is handed over in a call, by name; None where nothing is looked at.
+        audit: looks at what is handed over in a call, and at what waits; None where nothing is looked at.
         forward: of the asynchronous connector: the one that runs; None outside live forwards.
+        unanswered: by uBatch or stage, the layer that was sent and not received.
         refused: why nothing more is handed over; None as long as it is.
     """
 
-    audit: Callable[[str, dict[str, Any]], None] | None = None
+    audit: Boundary | None = None
     forward: CamForward[Any] | None = None
+    unanswered: dict[int, int]
     refused: str | None = None
     _closing: threading.Thread | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.unanswered = {}
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """A forward of whatever kind: what it sends is received within, or nothing is sent behind it."""
+        try:
+            yield
+        finally:
+            self.forward = None
+            if self.unanswered:
+                items = ", ".join(f"layer {layer} of uBatch {ubatch}" for ubatch, layer in self.unanswered.items())
+                self.refused = f"a forward has sent {items} and not received it"
 
     def send_attn_output(self, hidden_states: Any, context: Any, **kwargs: Any) -> None:
         """The native one's, looked at before.
@@ -59,10 +80,14 @@ class WatchedMixin(_Native):  # type: ignore[misc]  # untyped
         """
         self._refuse("send_attn_output")
         self._look("send_attn_output", hidden_states=hidden_states, context=context, **kwargs)
+        layer, ubatch = int(context.metadata.layer_idx), int(context.metadata.stage_idx)
         if self.forward is not None:
-            self.forward.sent(int(context.metadata.layer_idx), int(context.metadata.stage_idx))
+            self.forward.sent(layer, ubatch)
+        self.unanswered[ubatch] = layer  # from here on, whatever becomes of the call
         super().send_attn_output(hidden_states, context, **kwargs)
-        self._look("send_attn_output", context=context, pending=self._pending())
+        if self.audit is not None:
+            self._look("send_attn_output", context=context)
+            self.audit.check_pending(f"{type(self).__name__}.send_attn_output", self)
 
     def recv_ffn_output(self, ref_tensor: Any, ubatch_idx: int = 0, **kwargs: Any) -> Any:
         """The native one's; what comes back is looked at, too.
@@ -74,6 +99,7 @@ class WatchedMixin(_Native):  # type: ignore[misc]  # untyped
         self._refuse("recv_ffn_output")
         self._look("recv_ffn_output", ref_tensor=ref_tensor, **kwargs)
         output = super().recv_ffn_output(ref_tensor, ubatch_idx, **kwargs)
+        self.unanswered.pop(int(ubatch_idx), None)
         if self.forward is not None:
             self.forward.received(int(ubatch_idx))
         self._look("recv_ffn_output", output=output)
@@ -94,7 +120,11 @@ class WatchedMixin(_Native):  # type: ignore[misc]  # untyped
 
         def run() -> None:
             try:
-                native()
+                torch.accelerator.set_device_index(self.local_rank)  # a thread begins with another
+                try:
+                    native()
+                finally:  # it destroys groups without waiting, and what it raises says nothing of the device
+                    torch.accelerator.synchronize()
             except BaseException as raised:  # whatever it is, the engine must end
                 error.append(raised)
 
@@ -102,7 +132,7 @@ class WatchedMixin(_Native):  # type: ignore[misc]  # untyped
         self._closing.start()
         self._closing.join(CLOSE_S)
         if self.hangs:
-            self.refused = f"its close has not come back after {CLOSE_S} s"
+            self.refused = f"its close, or the device behind it, has not come back after {CLOSE_S} s"
             logger.error("afd-dsv4: %s: %s", type(self).__name__, self.refused)
         elif error:
             self.refused = f"its close failed with {type(error[0]).__name__}: {error[0]}"
@@ -110,16 +140,12 @@ class WatchedMixin(_Native):  # type: ignore[misc]  # untyped
 
     @property
     def hangs(self) -> bool:
-        """Whether the native close was called and has not come back: work of the device may never be over."""
+        """Whether the native close, or the device behind it, was waited for in vain: its work may never be over."""
         return self._closing is not None and self._closing.is_alive()
-
-    def _pending(self) -> Any:
-        """What waits to be received."""
-        return ()
 
     def _look(self, call: str, **given: Any) -> None:
         if self.audit is not None:
-            self.audit(f"{type(self).__name__}.{call}", given)
+            self.audit.check(f"{type(self).__name__}.{call}", given)
 
     def _refuse(self, call: str) -> None:
         if self.refused is not None:
@@ -129,14 +155,13 @@ class WatchedMixin(_Native):  # type: ignore[misc]  # untyped
 class AfdDsv4CAMAsyncConnector(WatchedMixin, CAMAsyncAFDConnector):  # type: ignore[misc]  # untyped
     """See the module."""
 
-    def _pending(self) -> Any:
-        return self._pending_attention_payloads
-
 
 class AfdDsv4CAMP2pConnector(WatchedMixin, CAMP2pAFDConnector):  # type: ignore[misc]  # untyped
-    """See the module. Its calls are synchronous on the device: what it sends needs no counting."""
+    """See the module. Its calls are synchronous on the device: no forward has to be told of them."""
 
-    def _pending(self) -> Any:
+    @property
+    def _pending_attention_payloads(self) -> Any:
+        """What it keeps until the answer comes, under the name by which the audit asks a connector for that."""
         return getattr(get_forward_context(), "cam_afdtransfer_state", None)
 
 

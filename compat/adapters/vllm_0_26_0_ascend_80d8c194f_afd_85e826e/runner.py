@@ -1,29 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
-"""afd-plugin's Attention runner with an execution for every uBatch or stage of a forward.
+"""afd-plugin's Attention runner with an execution for every stage of a forward.
 
-Problem: a step may run whole, as two uBatches in threads that take turns (CAMP2P with DBO), or as two stages of one
-thread with work of the other role in between (CAMAsync). Each has attention metadata of its own, and a request may be
-cut between them. What the runner notes about a step it forgets neither where the step ends nor where the next begins,
-so a forward without metadata of its own may run with another's. And a uBatch's thread that raises is not heard of.
+Problem: a step may run whole, or as two stages of one thread with work of the other role in between (CAMAsync). Each
+has attention metadata of its own, and a request may be cut between them. What the runner notes about a step it forgets
+neither where the step ends nor where the next begins, so a forward without metadata of its own may run with another's.
 Way: the colocated runner's methods, in front of afd-plugin's. Stand-ins go into every mapping of metadata there is; the
 cut is the one that afd-plugin made; all executions of a forward are begun together (`execution/forward.py`, `cam.py`),
-and a launch finds its own by `ubatch_idx` of the forward context that is current, which both kinds of uBatches set and
-an uncut forward does not. Notes of a step are dropped behind every step and every dummy run. A thread's turn is
-watched, so that what it raised is the cause of what comes of it. The end: connector, then tails, then the engine; but
-not the engine, whose end waits for the device and frees the model, where the connector's close does not come back.
-Not here: the other role. Identities of afd-plugin's are not used: `transaction_id` is shared by both stages, and
-`afd_metadata.stage_idx` is 0 for both.
+and a launch finds its own by `ubatch_idx` of the forward context that is current, which stages set and an uncut forward
+does not. Notes of a step are dropped behind every step and every dummy run. The end: connector, then tails, then the
+engine; but not the engine, whose end waits for the device and frees the model, where the connector's close or the
+device has not come back, or a lease is in doubt.
+Not here: the other role; DBO, whose uBatches this commit runs with each other's metadata (docs/compat.md). Identities
+of afd-plugin's are not used: `transaction_id` is shared by both stages, and `afd_metadata.stage_idx` is 0 for both.
 
-Contract: `v1/worker/npu/attention_model_runner.py` and `npu_ubatch_wrapper.py` of vllm-project/afd-plugin at 85e826e.
+Contract: `v1/worker/npu/attention_model_runner.py` of vllm-project/afd-plugin at 85e826e.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
 
 from afd_plugin.connectors.base import AFDConnectorBase
 from afd_plugin.v1.worker.npu.attention_model_runner import AFDNPUAttentionModelRunner
@@ -41,6 +39,9 @@ from afd_dsv4.execution.cam import CamForward
 from afd_dsv4.execution.forward import Forward
 from afd_dsv4.execution.ubatch import cut_at
 from afd_dsv4.tail.tables import RequestChunk
+
+#: Seconds that work of the device is waited for at the end, see `connectors.CLOSE_S`.
+TAILS_S: Final = 2.0
 
 
 def _ubatch() -> int:
@@ -65,7 +66,7 @@ class AfdDsv4AttentionRunner(RunnerMixin, AFDNPUAttentionModelRunner):  # type: 
         wanted = read(self.vllm_config.additional_config, {}).audit
         if logger.isEnabledFor(logging.DEBUG) if wanted is None else wanted:
             boundary = Boundary(self.tails, {"launches": self.launches}, opaque=(AFDConnectorBase,))
-            self.connector.audit = boundary.check
+            self.connector.audit = boundary
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """See the module."""
@@ -75,23 +76,31 @@ class AfdDsv4AttentionRunner(RunnerMixin, AFDNPUAttentionModelRunner):  # type: 
             self._forget()
 
     def shutdown(self) -> None:
-        """Connector, tails, engine, in this order, whatever becomes of each."""
-        try:
-            self.connector.close()
-        finally:
-            try:
-                self.close_tails()
-            finally:
-                if self.connector.hangs:
-                    logger.error("afd-dsv4: the device may never be done; its memory is left to the process's end")
-                else:
-                    super().shutdown()
+        """Connector, tails, engine, in this order; the engine only where nothing can run any more.
+
+        Raises:
+            StillLeased: an execution is open. The engine is left as it is.
+        """
+        self.connector.close()
+        lost = self.close_tails(TAILS_S)
+        doubts = [f"leases in doubt: {len(lost)}"] if lost else []
+        if self.connector.hangs:
+            doubts.append("the connector's close, or the device, has not come back")
+        if doubts:
+            what = "model and KV cache, which running work may touch, are left to the end of the process"
+            logger.error("afd-dsv4: %s: %s", what, " and ".join(doubts))
+            return
+        super().shutdown()
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super()._dummy_run(*args, **kwargs)
         finally:
             self._forget()
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.connector.whole():
+            return super()._model_forward(*args, **kwargs)
 
     def _forget(self) -> None:
         """Drop what was noted about a step."""
@@ -101,11 +110,7 @@ class AfdDsv4AttentionRunner(RunnerMixin, AFDNPUAttentionModelRunner):  # type: 
 
     def _by_layer(self, metadata: Any) -> Iterable[dict[str, Any]]:
         stages = self._afd_async_moe_ubatch_metadata
-        whole = metadata if isinstance(metadata, list) else [metadata]
-        return [*whole, *(stages.attn_metadata if stages is not None else ())]
-
-    def _one_of(self, metadata: Any) -> Any:
-        return super()._one_of(metadata[0] if isinstance(metadata, list) and metadata else metadata)
+        return [metadata, *(stages.attn_metadata if stages is not None else ())]
 
     def _run(self, run: Callable[[], Any], chunks: Sequence[RequestChunk], context: Any) -> Any:
         assert self.launches is not None
@@ -113,40 +118,12 @@ class AfdDsv4AttentionRunner(RunnerMixin, AFDNPUAttentionModelRunner):  # type: 
         stages = self._afd_async_moe_ubatch_metadata
         if stages is not None:
             cuts, metadata = [stage.token_slice for stage in stages.stages], stages.attn_metadata
-        elif self.ubatch_slices is not None and len(self.ubatch_slices) > 1:
-            cuts, metadata = [part.token_slice for part in self.ubatch_slices], context.attn_metadata
         else:
             cuts, metadata = [slice(0, sum(chunk.tokens for chunk in chunks))], [context.attn_metadata]
         parts = cut_at(chunks, [(int(part.start), int(part.stop)) for part in cuts])
         decodes = [self._one_of(part).num_decodes for part in metadata]
         kind = CamForward if isinstance(self.connector, AfdDsv4CAMAsyncConnector) else Forward
-        forward = kind(self.tails, parts)
-        with forward, self._watching(forward), self.launches.of(forward.executions, decodes, _ubatch):
+        with kind(self.tails, parts) as forward, self.launches.of(forward.executions, decodes, _ubatch):
+            if isinstance(forward, CamForward):
+                self.connector.forward = forward  # until the forward is over, see `_model_forward`
             return run()
-
-    @contextmanager
-    def _watching(self, forward: Forward[Any]) -> Iterator[None]:
-        """Have the connector, or the threads of uBatches, tell the forward how it goes."""
-        if isinstance(forward, CamForward):
-            self.connector.forward = forward
-            try:
-                yield
-            finally:
-                self.connector.forward = None
-                if forward.under_way:  # the connector's queue holds what nobody will receive
-                    self.connector.refused = f"generation {forward.generation} has sent what it did not receive"
-            return
-        if len(forward) == 1:
-            yield
-            return
-        native = self.model._run_ubatch_thread
-
-        def watched(results: Any, model: Any, metadata: Any) -> None:
-            with forward.running(metadata.context.id):
-                native(results, model, metadata)
-
-        self.model._run_ubatch_thread = watched  # of this object alone, looked up as each thread is made
-        try:
-            yield
-        finally:
-            del self.model._run_ubatch_thread

@@ -231,11 +231,16 @@ def _ends(worker: Any, runner: Any) -> dict[str, dict[str, Any]]:
 def closed() -> dict[str, Any]:
     """How a connector of ours ends whose native one returns, raises, or does not come back; and how its forwards do."""
     import torch
+    from afd_plugin.connectors.metadata import AFDTransferContext, AFDTransferMetadata
+    from vllm import envs
 
-    from afd_dsv4.compat.adapters.vllm_0_26_0_ascend_80d8c194f_afd_85e826e import connectors
+    from afd_dsv4.compat.adapters.vllm_0_26_0_ascend_80d8c194f_afd_85e826e import connectors, runner
+    from afd_dsv4.execution.boundary import Boundary
 
+    waits = {"ours": connectors.CLOSE_S + runner.TAILS_S, "vLLM's": envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS}
     release = threading.Event()
     devices: list[int] = []
+    looks: list[None] = []  # at what waits to be received
 
     def returns() -> None:
         devices.append(torch.accelerator.current_device_index())
@@ -250,12 +255,15 @@ def closed() -> dict[str, Any]:
         names = {
             "local_rank": 1,
             "close": lambda _self: native(),
+            "_pending_attention_payloads": property(lambda _self: looks.append(None)),
             "send_attn_output": lambda _self, _hidden, _context: None,
             "recv_ffn_output": lambda _self, _reference, _ubatch: None,
         }
         return type("Ours", (connectors.WatchedMixin, type("Native", (), names)), {})()
 
-    item = SimpleNamespace(metadata=SimpleNamespace(layer_idx=4, stage_idx=0))
+    item = AFDTransferContext(
+        metadata=AFDTransferMetadata.create_attention_metadata(layer_idx=4, stage_idx=0, seq_len=1)
+    )
     found: dict[str, Any] = {}
     for native in (returns, raises, hangs):
         # The hang is definite, however short it is; the others end, in time.
@@ -274,7 +282,11 @@ def closed() -> dict[str, Any]:
             except RuntimeError as error:
                 found[f"{native.__name__}, then sends"] = str(error)
     release.set()
-    return {**found, "devices": devices}
+    found["looks without audit"] = len(looks)
+    ours = connector(returns)
+    ours.audit = Boundary(None)
+    ours.send_attn_output(None, item)
+    return {**found, "devices": devices, "waits": waits, "looks": len(looks), "audited": ours.audit.calls}
 
 
 def main() -> None:

@@ -291,6 +291,9 @@ def test_a_close_that_raises_or_never_comes_back_lets_the_worker_end_and_refuses
         closed = found["closed"]
         assert closed["returns"] is None
         assert closed["devices"] == [1]  # the connector's, which no thread begins with
+        assert closed["waits"]["ours"] < closed["waits"]["vLLM's"]  # or the worker is killed within
+        assert (closed["looks without audit"], closed["looks"]) == (0, 1)
+        assert closed["audited"] == 3  # what is given, what became of it, what waits
         assert [closed[f"{how}, hangs"] for how in ("returns", "raises", "hangs")] == ["False", "False", "True"]
         assert "planted" in closed["raises"]
         assert "has not come back" in closed["hangs"]

@@ -218,6 +218,8 @@ def _ends(worker: Any, runner: Any) -> dict[str, dict[str, Any]]:
         order.clear()
         said.clear()
         worker.shutdown()
+        if any("are left to the end" in line for line in said):
+            worker.shutdown()  # what is left stays left
         found[how] = {"order": list(order), "left": [line for line in said if "are left to the end" in line]}
         if queued:
             softnpu.release_stream(stream)

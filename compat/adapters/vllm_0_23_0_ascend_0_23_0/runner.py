@@ -66,6 +66,7 @@ class RunnerMixin(_Native):  # type: ignore[misc]  # untyped
     _chunks: tuple[RequestChunk, ...] | None = None  # of the step whose forward is to come
     _drafts: Mapping[str, int] = MappingProxyType({})  # of the step
     _scheduled: Collection[str] = ()  # requests of the step
+    _lost: tuple[Lease[Any], ...] = ()  # in doubt at the end
 
     def load_model(self) -> None:
         """Load the model, then take the memory of all tails and workspace slots, and count it as the model's."""
@@ -128,16 +129,16 @@ class RunnerMixin(_Native):  # type: ignore[misc]  # untyped
         """Take no more launches and end the runtime. Does nothing if no model was loaded. May be called again.
 
         Returns:
-            Leases in doubt, the first time: work that may still touch the memory of tails and slots.
+            Leases in doubt: work that may still touch the memory of tails and slots.
         """
         if self.launches is not None:
             self.launches.unbind()
         tails = self.tails
-        if tails is None or tails.arena.closed:
-            return ()
-        if lost := tails.close(drain_s):
-            logger.warning("afd-dsv4: %d leases are in doubt at shutdown: %s", len(lost), lost)
-        return lost
+        if tails is not None and not tails.arena.closed:
+            self._lost = tails.close(drain_s)
+            if self._lost:
+                logger.warning("afd-dsv4: %d leases are in doubt at shutdown: %s", len(self._lost), self._lost)
+        return self._lost
 
     def _state_layers(self) -> dict[str, Any]:
         context = self.compilation_config.static_forward_context

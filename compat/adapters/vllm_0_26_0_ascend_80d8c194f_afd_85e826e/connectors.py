@@ -46,7 +46,7 @@ class WatchedMixin(_Native):  # type: ignore[misc]  # untyped
     Attributes:
         audit: looks at what is handed over in a call, and at what waits; None where nothing is looked at.
         forward: of the asynchronous connector: the one that runs; None outside live forwards.
-        unanswered: by uBatch or stage, the layer that was sent and not received.
+        unanswered: by uBatch, the layer that was sent and not received.
         refused: why nothing more is handed over; None as long as it is.
     """
 
@@ -79,8 +79,10 @@ class WatchedMixin(_Native):  # type: ignore[misc]  # untyped
             CamError: an earlier forward failed, or this one leaves its schedule. Nothing was sent.
         """
         self._refuse("send_attn_output")
-        self._look("send_attn_output", hidden_states=hidden_states, context=context, **kwargs)
-        layer, ubatch = int(context.metadata.layer_idx), int(context.metadata.stage_idx)
+        if self.audit is not None:
+            self._look("send_attn_output", hidden_states=hidden_states, context=context, **kwargs)
+        metadata = context.metadata
+        layer, ubatch = int(metadata.layer_idx), int(metadata.stage_idx)
         if self.forward is not None:
             self.forward.sent(layer, ubatch)
         self.unanswered[ubatch] = layer  # from here on, whatever becomes of the call
@@ -97,12 +99,14 @@ class WatchedMixin(_Native):  # type: ignore[misc]  # untyped
             CamError: an earlier forward failed, or this one receives what it has not sent.
         """
         self._refuse("recv_ffn_output")
-        self._look("recv_ffn_output", ref_tensor=ref_tensor, **kwargs)
+        if self.audit is not None:
+            self._look("recv_ffn_output", ref_tensor=ref_tensor, **kwargs)
         output = super().recv_ffn_output(ref_tensor, ubatch_idx, **kwargs)
         self.unanswered.pop(int(ubatch_idx), None)
         if self.forward is not None:
             self.forward.received(int(ubatch_idx))
-        self._look("recv_ffn_output", output=output)
+        if self.audit is not None:
+            self._look("recv_ffn_output", output=output)
         return output
 
     def init_afd_connector(self) -> None:
@@ -144,6 +148,7 @@ class WatchedMixin(_Native):  # type: ignore[misc]  # untyped
         return self._closing is not None and self._closing.is_alive()
 
     def _look(self, call: str, **given: Any) -> None:
+        """Ask for `audit` before a call: naming what is given costs the host as much as all else here."""
         if self.audit is not None:
             self.audit.check(f"{type(self).__name__}.{call}", given)
 

@@ -4,8 +4,8 @@
 
 Symptom: `CAMAsyncAFDConnector.send_attn_output` queues what the receive will need before the operator is launched. If
 the launch fails and somebody goes on, the next receive of that stage combines with another item's routing.
-Here: an item counts as under way from before the call, whatever becomes of it. A forward that ends so is given up, by
-name; it receives nothing any more; its requests' tails are void. So nobody comes to the stale entry.
+Here: an item counts as under way from before the call, whatever becomes of it. A forward that ends so is
+quarantined, by name; it receives nothing any more; its requests' tails are void. So nobody comes to the stale entry.
 """
 
 from __future__ import annotations

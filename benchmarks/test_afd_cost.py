@@ -3,16 +3,22 @@
 """What a stage of the asynchronous connector costs the host in one layer, beyond what it costs natively.
 
 Counted is all that stands between the attention's call of the operator and the operator, for every compressor of the
-layer: whose launch it is, the order, the touch, which views it gets; and what the connector notes when it sends and
-receives. The operator and the scatter of page ids are not in it, nor is the audit of the boundary, which is off outside
-of tests. Beside it stands what the native call of the same launch costs the host in the same run. Source: softnpu;
-times are this machine's, and say nothing about a device.
+layer: which uBatch the forward context names, whose launch it is, the order, the touch, which views it gets; and all
+that the adapter's connector adds to one send and one receive. What is native is in neither: the operator and the
+scatter of page ids, the connector's own calls (ours are run on a class whose calls do nothing, so that no afd-plugin is
+needed), and who makes a stage's context current. Nor is the audit of the boundary, which is off outside of tests, and
+what there is once a forward: its begin, its end, the cut. Beside it stands what the native call of the same launch
+costs the host in the same run. Source: softnpu; times are this machine's, and say nothing about a device.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import statistics
+import sys
 from time import perf_counter
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +36,39 @@ REQUESTS, ROWS = 8, 4  # of a batch; two stages of four requests
 STAGES = 2
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 VERDICT = Verdict(True, (), "this benchmark", frozenset({"_C_ascend::compressor"}))
+
+
+class Native:
+    """In place of a connector of afd-plugin's, whose calls are not to be counted."""
+
+    def send_attn_output(self, hidden_states: Any, context: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def recv_ffn_output(self, ref_tensor: Any, ubatch_idx: int = 0, **kwargs: Any) -> Any:
+        """Nothing."""
+
+
+def watched() -> Any:
+    """What the adapter makes of a connector. Its module wants afd-plugin's: where there is none, names stand in."""
+    stands_in = {}
+    if importlib.util.find_spec("afd_plugin") is None:
+        for name in ("", ".connectors", ".connectors.factory", ".connectors.npu", ".connectors.npu.async_cam"):
+            stands_in[f"afd_plugin{name}"] = ModuleType(f"afd_plugin{name}")
+        stands_in["afd_plugin.connectors.npu.camp2p"] = ModuleType("afd_plugin.connectors.npu.camp2p")
+        for name, member in (
+            ("factory", "AFDConnectorFactory"),
+            ("npu.async_cam", "CAMAsyncAFDConnector"),
+            ("npu.camp2p", "CAMP2pAFDConnector"),
+        ):
+            setattr(stands_in[f"afd_plugin.connectors.{name}"], member, type(member, (Native,), {}))
+    adapter = "afd_dsv4.compat.adapters.vllm_0_26_0_ascend_80d8c194f_afd_85e826e.connectors"
+    sys.modules.update(stands_in)
+    try:
+        mixin = importlib.import_module(adapter).WatchedMixin
+    finally:
+        for name in (*stands_in, *([adapter] if stands_in else [])):
+            sys.modules.pop(name, None)
+    return type("Watched", (mixin, Native), {})()
 
 
 class NoScatter:
@@ -94,7 +133,11 @@ class Stages:
             for layer in range(FLASH.num_layers)
         ]
         self.position = 0
-        self.stage = 0
+        self.connector = watched()
+        self.items = [
+            [SimpleNamespace(metadata=SimpleNamespace(layer_idx=layer, stage_idx=stage)) for stage in range(STAGES)]
+            for layer in range(FLASH.num_layers)
+        ]
 
     def _weights(self, kind: CompressorKind) -> tuple[Any, ...]:
         torch = self.torch
@@ -123,27 +166,37 @@ class Stages:
 
     def forward(self) -> None:
         """All layers of both stages: attention, send, receive."""
+        from vllm.forward_context import get_forward_context, override_forward_context
+
         from afd_dsv4.execution.cam import CamForward
+
+        def ubatch() -> int:
+            """As the adapter's runner asks."""
+            return int(getattr(get_forward_context(), "ubatch_idx", 0))
 
         WATCH.stop()
         spans = [RequestChunk(RequestId(str(i)), self.position, self.position + ROWS) for i in range(REQUESTS)]
         self.position += ROWS
         half = REQUESTS * ROWS // STAGES
+        contexts: list[Any] = [SimpleNamespace(ubatch_idx=stage) for stage in range(STAGES)]
         cam = CamForward.from_stages(self.runtime, spans, [(0, half), (half, 2 * half)])
         tables = [table for slot in self.runtime.tables for table in slot.values()]
         true = [table.flat for table in tables]
         for table in tables:
             table.flat = NoScatter()  # type: ignore[assignment]
-        operator = self.torch.ops._C_ascend.compressor
-        with cam, self.launches.of(cam.executions, [self.decodes] * STAGES, lambda: self.stage):
-            for layer, calls in enumerate(self.calls):
-                for self.stage in range(STAGES):
-                    WATCH.go()
-                    for positional, named in calls:
-                        operator(*positional, **named)
-                    cam.sent(layer, self.stage)
-                    cam.received(self.stage)
-                    WATCH.stop()
+        operator, connector = self.torch.ops._C_ascend.compressor, self.connector
+        connector.forward = cam
+        with cam, self.launches.of(cam.executions, [self.decodes] * STAGES, ubatch):
+            for items, calls in zip(self.items, self.calls, strict=True):
+                for stage, item in enumerate(items):
+                    with override_forward_context(contexts[stage]):
+                        WATCH.go()
+                        for positional, named in calls:
+                            operator(*positional, **named)
+                        connector.send_attn_output(None, item)
+                        connector.recv_ffn_output(None, ubatch_idx=stage)
+                        WATCH.stop()
+        connector.forward = None
         for table, flat in zip(tables, true, strict=True):
             table.flat = flat
         self.torch.npu.synchronize()

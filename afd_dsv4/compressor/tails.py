@@ -30,7 +30,7 @@ from afd_dsv4.tail import checkpoint
 from afd_dsv4.tail.store import StepPlan
 from afd_dsv4.tail.tables import Int64Array, RequestId
 from afd_dsv4.workspace.identity import ExecutionId
-from afd_dsv4.workspace.lease import WHOLE, Lease
+from afd_dsv4.workspace.lease import WHOLE, Lease, LeaseState, OrderError
 
 POLL_S: Final = 0.0001
 #: Host memory that a copy which never came to its end may still write to.
@@ -124,6 +124,10 @@ def _lease(runtime: StockRuntime, plan: StepPlan) -> Iterator[Lease[Any]]:
     """What is queued within touches the pages of one seat, behind all who had them and before all who will."""
     (seat,) = plan.seats
     last = runtime._last.get(seat)
+    read = last if last is not None and plan.continued and not last.over() else None
+    # Before a slot is taken: one that is refused later is free only behind what it is refused for, if ever.
+    if read and (read.state is LeaseState.ACQUIRED or read.broken or runtime.arena.in_doubt(read)):
+        raise OrderError(f"{read.execution} has the tail, and is open, broke off or is in doubt; finish it first")
     lease = runtime.arena.acquire(ExecutionId(runtime.mint()))
     touched = whole = False
     try:

@@ -201,7 +201,7 @@ def test_what_cannot_be_saved_is_refused_by_name_and_stays_as_it_is() -> None:
             save(here.runtime, R, position)
     with (
         here.runtime.begin([chunk(0, 9, request=OTHER)]),
-        pytest.raises(OrderError, match="launch each layer of the earlier execution first"),
+        pytest.raises(OrderError, match="has the tail, and is open, broke off or is in doubt; finish it first"),
     ):
         save(here.runtime, OTHER)
     with pytest.raises(TailVoid, match="'other' lost its tail"):
@@ -307,6 +307,34 @@ def test_a_checkpoint_needs_a_workspace_slot_and_takes_it_for_its_own_time_only(
         save(here.runtime, R)
     here.forward(requests, [chunk(77, 140)])
     assert here.different == 0
+
+
+@pytest.mark.parametrize("saves", [0, 3], ids=["control: none", "three saves"])
+def test_a_save_that_is_refused_takes_no_workspace_slot_away(saves: int) -> None:
+    now = [0.0]
+    here = world(slots=4, fence_timeout_s=5.0, clock=lambda: now[0])
+    requests = {"r": here.request(), "other": here.request()}
+    here.forward(requests, [chunk(0, 10)])
+    gate = Gate(torch.npu.ExternalEvent(), here.streams[0], here.copies)
+    try:
+        here.queue(requests, [chunk(10, 14)])  # hangs
+        now[0] = 4.0
+        here.queue(requests, [chunk(14, 18), chunk(0, 9, request=OTHER)])  # other only shares an execution with it
+        now[0] = 6.0
+        here.runtime.arena.watch()
+        for _ in range(saves):
+            with pytest.raises(OrderError, match="is in doubt"):
+                save(here.runtime, OTHER)
+        with here.runtime.begin([chunk(0, 5, request=RequestId("third"))]) as third:
+            for _ in range(saves):
+                with pytest.raises(OrderError, match="is open"):
+                    save(here.runtime, RequestId("third"))
+            assert third.lease is not None
+            free = [slot for slot in here.runtime.arena.slots if slot.lease is None and slot.last is None]
+            assert len(free) == 1  # of four: two have what hangs, one is third's
+    finally:
+        gate.open()
+        torch.npu.synchronize()
 
 
 def test_rows_that_never_come_from_the_device_void_the_tail_and_are_reported() -> None:

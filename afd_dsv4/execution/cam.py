@@ -77,6 +77,13 @@ class CamForward(Forward[E]):
         """
         return cls(runtime, cut_at(chunks, stages), generation=generation)
 
+    def finish(self, ubatch: int, error: BaseException | None = None) -> None:
+        """See `Forward`. A stage with an item under way stays open: no fence of ours covers what it has sent."""
+        if ubatch not in self.under_way:
+            super().finish(ubatch, error)
+        elif error is not None:
+            self._errors.setdefault(ubatch, error)
+
     def sent(self, layer: int, stage: int) -> None:
         """A stage is about to hand over its item. From here on it is under way, whatever becomes of the call.
 
@@ -85,13 +92,15 @@ class CamForward(Forward[E]):
             stage: index of the stage.
 
         Raises:
-            CamError: the forward has failed or is over, has no such stage, the stage has an item under way, has been
-                at this layer, or has not launched all compressors of it. The forward has failed.
+            CamError: the forward has failed or is over, has no such stage, the stage has an item under way, is
+                finished, has been at this layer, or has not launched all compressors of it. The forward has failed.
         """
         if self.failed is not None or self._over or not 0 <= stage < len(self.executions):
             self._refuse(f"layer {layer}", stage)
         if stage in self.under_way:
             self._fail(f"sends layer {layer} before it has received that of layer {self.under_way[stage]}", stage)
+        if stage in self._finished:
+            self._fail(f"sends layer {layer} after it was finished", stage)
         if layer <= self._last[stage]:
             self._fail(f"sends layer {layer} behind layer {self._last[stage]}", stage)
         if not self.executions[stage].computed(layer):

@@ -288,6 +288,33 @@ def test_a_stage_that_was_finished_keeps_its_fence_when_the_other_is_quarantined
     world.runtime.begin([RequestChunk(RequestId("a"), 9, 10)])
 
 
+def test_a_stage_that_ends_with_its_item_under_way_is_not_sealed_but_quarantined() -> None:
+    world = World()
+
+    def body() -> None:
+        with world.forward.running(0):
+            for layer in range(LAYERS):
+                world.attention(layer, 0)
+            world.forward.sent(LAYERS - 1, 0)
+            raise Failure
+
+    with pytest.raises(Failure):
+        world.within(body)
+    assert world.states() == [LeaseState.QUARANTINED, LeaseState.QUARANTINED]
+
+
+def test_a_stage_that_is_finished_sends_nothing() -> None:
+    world = World(stages=[(0, 9), (9, 21)])
+
+    def body() -> None:
+        for layer in range(LAYERS):
+            world.attention(layer, 0)
+        world.forward.finish(0)
+        world.forward.sent(LAYERS - 1, 0)
+
+    refused(world, f"stage 0 of generation 1 sends layer {LAYERS - 1} after it was finished", body)
+
+
 def test_a_swallowed_exception_in_a_stage_breaks_the_forward_off_with_nothing_under_way() -> None:
     world = World()
 

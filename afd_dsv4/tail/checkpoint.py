@@ -231,6 +231,8 @@ def decode(
     begin = _PREFIX.size + _CRC.size + _FIXED.size
     if count != len(kinds) or header[begin : begin + written] != tables:
         raise ForeignCheckpoint("a checkpoint whose tables keep other values than this version does; write it anew")
+    if size != (right := payload_bytes(geometry, position, drafts)):
+        raise ForeignCheckpoint(f"a checkpoint whose tables keep {right} bytes has {size} of payload; write it anew")
     body = memoryview(data)[len(header) : len(header) + size]
     if hashlib.sha256(body).digest() != header[-2 * _DIGEST : -_DIGEST]:
         raise DamagedCheckpoint("the payload of a checkpoint is not what was written; fetch it again")

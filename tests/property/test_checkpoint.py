@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import zlib
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -212,3 +215,21 @@ def test_what_is_to_be_written_is_looked_at_first() -> None:
     del rows[CompressorKind.C128]
     with pytest.raises(ValueError, match="give those of each"):
         encode(geometry, 6, rows)
+
+
+@pytest.mark.parametrize("more", [-4, 4096])
+def test_a_payload_of_another_size_is_foreign_even_with_every_checksum_right(more: int) -> None:
+    rows = some_rows(SMALL[0], 5)
+    right = checkpoint.payload_bytes(SMALL[0], 5)
+    data = encode(SMALL[0], 5, rows, generation=1)
+    head = len(data) - right
+    body = data[head:][:more] if more < 0 else data[head:] + bytes(more)
+    prefix = checkpoint._PREFIX.size
+    *fields, size, _ = checkpoint._PREFIX.unpack(data[:prefix])
+    first = checkpoint._PREFIX.pack(*fields, size, len(body))
+    rest = data[prefix + checkpoint._CRC.size : head - 2 * checkpoint._DIGEST]
+    whole = first + checkpoint._CRC.pack(zlib.crc32(first)) + rest + hashlib.sha256(body).digest()
+    crafted = whole + hashlib.sha256(whole).digest() + body
+    assert decode(data, SMALL[0], position=5).position == 5
+    with pytest.raises(ForeignCheckpoint, match=f"keep {right} bytes has {right + more} of payload"):
+        decode(crafted, SMALL[0], position=5)

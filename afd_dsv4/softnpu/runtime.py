@@ -177,6 +177,7 @@ def _acl() -> ctypes.CDLL:
     library.softnpu_replayed_accesses.argtypes = [ctypes.POINTER(_Access), ctypes.c_uint64]
     library.softnpu_group_join.argtypes = [ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32]
     library.softnpu_group_leave.argtypes = [ctypes.c_char_p, ctypes.c_uint32]
+    library.softnpu_group_waiting.argtypes = [ctypes.c_char_p, ctypes.c_uint32]
     library.softnpu_set_copy_delay_us.argtypes = [ctypes.c_uint32]
     library.softnpu_set_copy_delay_us.restype = None
     return library
@@ -436,6 +437,14 @@ def leave_group(name: str, rank: int) -> None:
     """Leave the group, as destroying a communicator does; see ``set_destroy_hangs`` for what is pending there."""
     if _acl().softnpu_group_leave(name.encode(), rank):
         raise SoftnpuError(f"group {name!r}: rank {rank} never joined in this process")
+
+
+def waits_in_group(name: str, rank: int) -> bool:
+    """Whether a receive of this rank has begun and waits for what others send."""
+    waiting = int(_acl().softnpu_group_waiting(name.encode(), rank))
+    if waiting < 0:
+        raise SoftnpuError(f"group {name!r}: rank {rank} never joined in this process")
+    return waiting > 0
 
 
 def device_bytes(device: int = 0) -> int:

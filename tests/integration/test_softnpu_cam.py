@@ -15,6 +15,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,12 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.fail(f"an error of the device that the test did not look at: {error}")
 
 
+def host(stream: Any, *made: Any) -> list[Any]:
+    """What the device has made on a stream, which is not the one that it is copied on."""
+    stream.synchronize()
+    return [each.cpu() for each in made]
+
+
 class Cam:
     """A group whose ranks are all in this process, each with a stream of its own."""
 
@@ -54,6 +61,7 @@ class Cam:
         self.streams = [torch.npu.Stream() for _ in range(self.size)]
         self.args = torch.zeros(1, dtype=torch.float16, device="npu")
         self.anchor = torch.zeros(1, dtype=torch.bfloat16, device="npu")
+        self.kept: list[Any] = []  # given to a stream that they were not made on: torch would use their memory again
         torch.npu.synchronize()
 
     def leave(self) -> None:
@@ -71,6 +79,7 @@ class Cam:
             "by": rank,
             **more,
         }
+        self.kept += [x, ids]
         with torch.npu.stream(self.streams[rank]):
             torch.ops.umdk_cam_op_lib.async_dispatch_send(
                 x, ids, self.args, 0, given["most"], given["batch"], HIDDEN, given["topk"], self.ffn, self.attention,
@@ -78,6 +87,7 @@ class Cam:
             )  # fmt: skip
 
     def take(self, rank: int, ids: Any, scales: Any) -> Any:
+        self.kept += [ids, scales]
         with torch.npu.stream(self.streams[rank]):
             return torch.ops.umdk_cam_op_lib.async_combine_recv(
                 self.anchor, ids, scales, self.args, 0, ids.shape[0], HIDDEN, TOPK, self.ffn, self.attention, PER_RANK,
@@ -92,6 +102,7 @@ class Cam:
             )  # fmt: skip
 
     def answer(self, rank: int, routed: Any, shared: Any, info: Any) -> None:
+        self.kept += [routed, shared, info]
         with torch.npu.stream(self.streams[rank]):
             torch.ops.umdk_cam_op_lib.async_combine_send(
                 routed, shared, self.args, info, 0, MOST, HIDDEN, TOPK, self.ffn, self.attention, PER_RANK, rank,
@@ -112,6 +123,7 @@ class Cam:
             if rows == 0:
                 routed = torch.zeros(1, HIDDEN, dtype=torch.bfloat16, device="npu")
             self.answer(rank, routed, shared[:n_shared] * SHARED_FACTOR, info)
+            self.streams[rank].synchronize()  # whoever leaves the group next leaves behind it
         return source, layer
 
 
@@ -185,7 +197,7 @@ def test_a_work_item_says_what_came_from_whom_and_leaves_the_rest_poisoned(cam: 
     ids = [torch.tensor(rows, dtype=torch.int32) for rows in ([[0, 5], [2, 0], [4, 3]], [[1, 0], [0, 2], [2, 1]])]
     for rank in range(2):
         group.send(rank, 7, x[rank].to(torch.bfloat16).npu(), ids[rank].npu())
-    hidden, shared, scale, shared_scale, info, counts, shared_count = (t.cpu() for t in group.receive(2))
+    hidden, shared, scale, shared_scale, info, counts, shared_count = host(group.streams[2], *group.receive(2))
     assert [int(row[0]) for row in hidden[:9]] == [0, 1, 10, 11, 10, 12, 1, 11, 12]  # experts 0, 1, 2
     assert [int(row[0]) for row in shared[:4]] == [0, 1, 10, 11]
     assert counts.tolist() == [4, 2, 3]
@@ -195,7 +207,7 @@ def test_a_work_item_says_what_came_from_whom_and_leaves_the_rest_poisoned(cam: 
         assert set(unfilled.view(torch.uint8).flatten().tolist()) == {0x5A}
     assert hidden.shape == (524, HIDDEN)
     assert shared.shape == (262, HIDDEN)
-    hidden, _, _, _, info, counts, shared_count = (t.cpu() for t in group.receive(3))
+    hidden, _, _, _, info, counts, shared_count = host(group.streams[3], *group.receive(3))
     assert [int(row[0]) for row in hidden[:3]] == [2, 2, 0]  # experts 3, 4, 5
     assert info.tolist() == [5, 0, 7, 1, 3, 5, 8, 1, 1, 1, 1, 1, 0, 0, 0]
     assert counts.tolist() == [1, 1, 1]
@@ -329,6 +341,7 @@ def test_an_item_is_answered_once_and_with_enough_rows(cam: Any) -> None:
     fails(group.streams[1], "has 10 routed and 5 shared rows, found 9 and 5")
     group.answer(1, hidden, shared, info)
     group.take(0, ids, scales)
+    group.streams[0].synchronize()
     group.answer(1, hidden, shared, info)
     fails(group.streams[1], "no such item of rank 1 waits for an answer")
 
@@ -342,12 +355,12 @@ def test_planted_faults_in_an_answer_are_seen_in_the_sum(cam: Any) -> None:
         torch.npu.synchronize()
         group.send(0, 0, x, ids)
         hidden, shared, _, _, info, counts, _ = group.receive(1)
-        factors = [expert_factor(e) for e, n in enumerate(counts.cpu().tolist()) for _ in range(n)]
+        factors = [expert_factor(e) for e, n in enumerate(host(group.streams[1], counts)[0].tolist()) for _ in range(n)]
         routed = hidden[: len(factors)] * torch.tensor(factors, dtype=torch.bfloat16, device="npu")[:, None]
         wrong, other = plant(routed), shared * SHARED_FACTOR
         torch.npu.synchronize()
         group.answer(1, wrong, other, info)
-        assert not torch.equal(group.take(0, ids, scales).cpu(), combined(x, ids, scales))
+        assert not torch.equal(host(group.streams[0], group.take(0, ids, scales))[0], combined(x, ids, scales))
 
 
 def test_a_pending_receive_ends_with_an_error_when_its_group_is_destroyed(cam: Any) -> None:
@@ -392,7 +405,7 @@ def test_a_pending_receive_ends_with_an_error_when_the_sender_is_killed() -> Non
         group.attention, group.ffn, group.tp, group.size, group.name = 1, 1, 1, 2, name
         group.streams = [torch.npu.Stream() for _ in range(2)]
         group.args = torch.zeros(1, dtype=torch.float16, device="npu")
-        group.anchor = torch.zeros(1, dtype=torch.bfloat16, device="npu")
+        group.anchor, group.kept = torch.zeros(1, dtype=torch.bfloat16, device="npu"), []
         torch.npu.synchronize()
         group.receive(1)
         child.kill()
@@ -406,6 +419,8 @@ def test_destroying_a_group_with_a_pending_receive_can_be_made_to_hang_as_on_can
     rt.set_destroy_hangs(True)
     try:
         hidden = group.a2e(0, torch.empty(0, dtype=torch.bfloat16, device="npu"), 2)[0]
+        while not rt.waits_in_group(group.name, 0):  # who leaves before it waits leaves in peace
+            time.sleep(0.001)
         leaving = threading.Thread(target=rt.leave_group, args=(group.name, 0))
         leaving.start()
         # However late the thread is: without the hang the receive could end with an error, but not with its rows.
@@ -431,15 +446,18 @@ class P2p:
             rt.join_group(self.name, ffn + attention, rank)
         self.streams = [torch.npu.Stream() for _ in range(ffn + attention)]
         self.sizes = torch.zeros(attention // ffn, dtype=torch.int32, device="npu")
+        self.kept: list[Any] = []  # as in `Cam`
         torch.npu.synchronize()
 
     def a2e(self, rank: int, x: Any, batch: int = 0, gate: int = 0) -> Any:
+        self.kept.append(x)
         with torch.npu.stream(self.streams[rank]):
             return torch.ops.afd_ascend.a2e(
                 x, None, None, batch, HIDDEN, TOPK, self.ffn, self.attention, rank, self.name, 8, gate
             )
 
     def e2a(self, rank: int, x: Any, batch: int = 0) -> Any:
+        self.kept.append(x)
         with torch.npu.stream(self.streams[rank]):
             return torch.ops.afd_ascend.e2a(
                 x, self.sizes, batch, HIDDEN, TOPK, self.ffn, self.attention, rank, self.name, 8
@@ -490,12 +508,12 @@ def test_each_ffn_rank_gets_the_rows_of_its_attention_ranks_and_answers_them(
             with torch.npu.stream(group.streams[rank]):
                 group.e2a(rank, hidden * 2, batch)
             expected = torch.cat([sent[r].cpu() for r in range(ffn + rank, ffn + attention, ffn)])
-            assert torch.equal(hidden.cpu(), expected)
+            assert torch.equal(host(group.streams[rank], hidden)[0], expected)
             for unfilled in (ids, scales):
-                assert set(unfilled.cpu().view(torch.uint8).flatten().tolist()) == {0x5A}
+                assert set(host(group.streams[rank], unfilled)[0].view(torch.uint8).flatten().tolist()) == {0x5A}
         for rank, x in sent.items():
             with torch.npu.stream(group.streams[rank]):
-                assert torch.equal(back[rank].cpu(), x.cpu() * 2)
+                assert torch.equal(host(group.streams[rank], back[rank])[0], x.cpu() * 2)
 
 
 def test_a2e_and_e2a_of_a_rank_take_turns(p2p: Any) -> None:

@@ -217,3 +217,7 @@ SOFTNPU_API int softnpu_group_leave(const char* name, uint32_t rank) {
   group->leave();
   return 0;
 }
+SOFTNPU_API int softnpu_group_waiting(const char* name, uint32_t rank) {
+  const auto group = softnpu::find_group(name, rank);
+  return group == nullptr ? -1 : group->waiting();
+}

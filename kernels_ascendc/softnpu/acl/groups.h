@@ -42,7 +42,8 @@ class SOFTNPU_GROUPS_API Group {
   size_t wait(const std::string& why, const std::vector<std::vector<Message>>& sets);
 
   bool left() const { return left_; }
-  void leave();  // once
+  int waiting() const { return waiting_; }  // how many wait() run now
+  void leave();                             // once
 
  private:
   std::string file(uint32_t source, uint32_t target, const std::string& what) const;

@@ -113,7 +113,8 @@ void softnpu_inject_error(int32_t device, const char* message);
 // reason on stderr. See groups.h.
 int softnpu_group_join(const char* name, uint32_t size, uint32_t rank);
 int softnpu_group_leave(const char* name, uint32_t rank);
-void softnpu_set_destroy_hangs(int on);  // SOFTNPU_DESTROY=hang, or error
+int softnpu_group_waiting(const char* name, uint32_t rank);  // receives that wait now; -1: no such rank here
+void softnpu_set_destroy_hangs(int on);                      // SOFTNPU_DESTROY=hang, or error
 
 // Not 0 once the process is exiting: a task that waits for something must give up then.
 int softnpu_exiting(void);

@@ -34,6 +34,23 @@ SPECS = {
 }
 
 
+def random_weights(
+    geometry: ModelGeometry, generator: torch.Generator
+) -> dict[tuple[int, CompressorKind], CompressorWeights]:
+    """Of every compressor, by layer and kind, on the CPU."""
+    found = {}
+    for compressor in geometry.compressors:
+        wide = compressor.kind.coff * compressor.head_dim
+        found[compressor.layer, compressor.kind] = CompressorWeights(
+            wkv=torch.randn(wide, geometry.hidden_size, generator=generator).bfloat16(),
+            wgate=torch.randn(wide, geometry.hidden_size, generator=generator).bfloat16(),
+            ape=torch.randn(compressor.kind.ratio, wide, generator=generator),
+            norm_weight=torch.randn(compressor.head_dim, generator=generator).bfloat16(),
+            norm_eps=1e-6,
+        )
+    return found
+
+
 @dataclass
 class Request:
     """Tokens of one request, and the compressed rows that the definition gives for them."""
@@ -49,16 +66,7 @@ class Truth:
     def __init__(self, seed: int, geometry: ModelGeometry, length: int) -> None:
         self.length = length
         self.generator = generator = torch.Generator().manual_seed(seed)
-        self.weights = {}
-        for compressor in geometry.compressors:
-            wide = compressor.kind.coff * compressor.head_dim
-            self.weights[compressor.layer, compressor.kind] = CompressorWeights(
-                wkv=torch.randn(wide, HIDDEN, generator=generator).bfloat16(),
-                wgate=torch.randn(wide, HIDDEN, generator=generator).bfloat16(),
-                ape=torch.randn(compressor.kind.ratio, wide, generator=generator),
-                norm_weight=torch.randn(compressor.head_dim, generator=generator).bfloat16(),
-                norm_eps=1e-6,
-            )
+        self.weights = random_weights(geometry, generator)
         cos, sin = reference.rope_table(np.arange(length, dtype=np.int64))
         self.cos, self.sin = torch.from_numpy(cos).bfloat16(), torch.from_numpy(sin).bfloat16()
         self._requests: list[Request] = []

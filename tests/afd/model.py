@@ -25,7 +25,7 @@ from afd_dsv4.compressor import reference
 from afd_dsv4.compressor.executor import CompressorWeights
 from afd_dsv4.geometry import CompressorKind, ModelGeometry
 from afd_dsv4.tail.tables import RequestChunk
-from tests.stock_world import SPECS
+from tests.stock_world import SPECS, random_weights
 
 HIDDEN = 32  # the operator's own check of it must be waived
 GEOMETRY = ModelGeometry("afd", HIDDEN, 3, (4, 128, 4))
@@ -58,17 +58,7 @@ class Truth:
     def __init__(self, seed: int, *, routed: bool) -> None:
         rng = np.random.default_rng(seed)
         self.routed = routed
-        self.weights = {}
-        generator = torch.Generator().manual_seed(seed)
-        for compressor in GEOMETRY.compressors:
-            wide = compressor.kind.coff * compressor.head_dim
-            self.weights[compressor.layer, compressor.kind] = CompressorWeights(
-                wkv=torch.randn(wide, HIDDEN, generator=generator).bfloat16(),
-                wgate=torch.randn(wide, HIDDEN, generator=generator).bfloat16(),
-                ape=torch.randn(compressor.kind.ratio, wide, generator=generator),
-                norm_weight=torch.randn(compressor.head_dim, generator=generator).bfloat16(),
-                norm_eps=1e-6,
-            )
+        self.weights = random_weights(GEOMETRY, torch.Generator().manual_seed(seed))
         cos, sin = reference.rope_table(np.arange(LENGTH, dtype=np.int64))
         self.cos, self.sin = torch.from_numpy(cos).bfloat16(), torch.from_numpy(sin).bfloat16()
         self.signs = rng.choice([-1.0, 1.0], (LAYERS, HIDDEN)).astype(np.float32)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from afd_dsv4.compressor.stock import StockExecution, StockRuntime, call_operator
+from afd_dsv4.evidence.soak_load import Clock
 from afd_dsv4.execution import boundary
 from afd_dsv4.execution.cam import CamForward
 from afd_dsv4.execution.forward import Forward
@@ -47,17 +48,6 @@ CHUNKS = (1, 1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 33)
 FENCE_TIMEOUT_S = 60.0
 DEPTH = 2  # forwards in flight
 PARENT_ALIGN = 4  # rows of a batch are padded to this
-
-
-class Clock:
-    """Seconds that pass when it is asked, and when it is turned."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 0.001
-        return self.now
 
 
 class PlantedRuntime(StockRuntime):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from afd_dsv4.compat.adapters.vllm_0_23_0_ascend_0_23_0.launches import Launches
 from afd_dsv4.compressor.stock import StockRuntime
@@ -245,10 +246,13 @@ def test_an_array_reaches_from_its_first_byte_to_its_last_whichever_numpy_it_is(
     assert refusal(Boundary(runtime), {"p": pinned[3:5][::-1]}).field == "p"
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_what_cannot_be_looked_into_is_named_and_refused(runtime: StockRuntime) -> None:
     boundary = Boundary(runtime)
     holder = Slotted()
     holder.tensor = runtime._idle_starts
+    with FakeTensorMode():
+        fake = torch.empty(3)
     for payload, name in (
         (holder, "Slotted"),
         (lambda: runtime, "function"),
@@ -256,6 +260,7 @@ def test_what_cannot_be_looked_into_is_named_and_refused(runtime: StockRuntime) 
         (iter([1]), "list_iterator"),
         (types.SimpleNamespace(x=1), "SimpleNamespace"),
         (torch.zeros(2).to_sparse(), "Tensor"),
+        (fake, "without an address"),
         (np.array([runtime], dtype=object), "objects"),
         (np.zeros(1, "i4,f8")[0], "void"),  # it looks into an array
         (functools.partial(len, runtime), "partial"),

@@ -278,6 +278,29 @@ def test_whoever_has_the_pages_next_follows_a_save_that_broke_off(monkeypatch: p
     assert here.different == 0
 
 
+def test_whoever_has_the_seat_next_follows_a_restore_that_broke_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = world(max_num_seqs=1, slots=8)  # a slot each: none waits for another's
+    requests = {"r": here.request(), "other": here.request()}
+    here.forward(requests, [chunk(0, 77)])
+    data = save(here.runtime, R)
+    here.runtime.end_request(R)
+    scatter = tails._scatter
+
+    def breaks_off(*args: Any) -> None:
+        scatter(*args)
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patched, torch.npu.stream(torch.npu.Stream()):
+        patched.setattr(tails, "_scatter", breaks_off)
+        with pytest.raises(RuntimeError, match="no memory"):
+            restore(here.runtime, R, data, 77)
+    here.queue(requests, [chunk(0, 100, request=OTHER)])  # writes pages that are being written
+    violations = check(here.runtime.trace.records(), here.runtime.trace.dropped).violations
+    here.check_all(requests)
+    assert violations == ()
+    assert here.different == 0
+
+
 def test_a_restore_that_breaks_off_gives_its_seat_back(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = world(), world(max_num_seqs=1)
     requests = {"r": here.request()}

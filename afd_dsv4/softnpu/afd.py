@@ -51,6 +51,17 @@ def register() -> None:
     ModelRegistry.register_model(ARCHITECTURE, MODEL)
 
 
+def checkout_of(path: str) -> str:
+    """A checkout of afd-plugin, looked at before processes are started over it.
+
+    Raises:
+        FileNotFoundError: it is none.
+    """
+    if not (Path(path) / "afd_plugin" / "__init__.py").is_file():
+        raise FileNotFoundError(f"{path!r} is no checkout of afd-plugin; name one in {CHECKOUT}, or unset that")
+    return path
+
+
 @contextlib.contextmanager
 def declared(checkout: str) -> Iterator[dict[str, str]]:
     """A folder that declares the plugins; yields the environment of processes that are to find them."""
@@ -95,6 +106,7 @@ def run(
     Raises:
         engine.EngineError: a role ended with an error.
         KeyError: no checkout was given.
+        FileNotFoundError: what was given is none.
     """
     given = {name: value for name, value in afd.items() if name != "ffn_engine"}
     with socket.socket() as free:
@@ -107,7 +119,7 @@ def run(
         return {**spec, "engine": {**arguments, "additional_config": additional}}
 
     with contextlib.ExitStack() as stack:
-        found = stack.enter_context(declared(checkout or os.environ[CHECKOUT]))
+        found = stack.enter_context(declared(checkout_of(checkout or os.environ[CHECKOUT])))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         path = os.pathsep.join([str(engine.CHECKOUT), found["PYTHONPATH"]])
         variables = {**os.environ, **found, **(environment or {}), "PYTHONPATH": path}

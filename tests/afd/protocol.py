@@ -13,7 +13,9 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-VARIABLE = "AFD_PLUGIN_PATH"
+from afd_dsv4.softnpu import afd
+
+VARIABLE = afd.CHECKOUT
 NAMES = (
     "AFDConnectorFactory",
     "AFDConnectorBase",
@@ -87,4 +89,8 @@ def commit() -> SimpleNamespace:
 
 def load() -> SimpleNamespace:
     """The commit's where a checkout is named, else the double's."""
-    return commit() if os.environ.get(VARIABLE) else double()
+    checkout = os.environ.get(VARIABLE)
+    if not checkout:
+        return double()
+    afd.checkout_of(checkout)
+    return commit()

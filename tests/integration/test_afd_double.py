@@ -23,7 +23,7 @@ from afd_dsv4.execution.ubatch import cut  # noqa: E402
 from afd_dsv4.geometry import CompressorKind  # noqa: E402
 from afd_dsv4.softnpu import runtime as softnpu  # noqa: E402
 from afd_dsv4.workspace.lease import Lease, LeaseState, OrderError  # noqa: E402
-from tests.afd import connectors, metadata, schedule, soak, ubatching  # noqa: E402
+from tests.afd import connectors, metadata, protocol, schedule, soak, ubatching  # noqa: E402
 from tests.afd.model import HIDDEN, LAYERS, TOPK  # noqa: E402
 from tests.afd.points import Mode, Planted, Point  # noqa: E402
 from tests.afd.rank import Rank  # noqa: E402
@@ -325,3 +325,9 @@ def test_an_ffn_rank_without_tokens_answers_with_a_stand_in() -> None:
     assert connectors.WIRE.zero_token_items
     assert rank.found.corrupt == 0
     ended(rank)
+
+
+def test_a_path_that_is_no_checkout_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(protocol.VARIABLE, "/nowhere")
+    with pytest.raises(FileNotFoundError, match="'/nowhere' is no checkout of afd-plugin; name one in AFD_PLUGIN_PATH"):
+        protocol.load()

@@ -10,12 +10,16 @@ operator's own scratch are not included.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
-from afd_dsv4.geometry import CompressorKind, ModelGeometry, PageLayout
+from afd_dsv4.geometry import FP32_BYTES, CompressorKind, ModelGeometry, PageLayout
 from afd_dsv4.tail.rows import TailShape
 
 INT32 = 4
 INT64 = 8
+
+#: Kinds that share memory for staging rows: a layer has one ratio, and launches of another layer are ordered behind it.
+AREAS: Final = ((CompressorKind.C4, CompressorKind.C128), (CompressorKind.C4_INDEXER,))
 
 
 def tail_shapes(geometry: ModelGeometry, layout: PageLayout, drafts: int = 0) -> dict[int, TailShape]:
@@ -34,6 +38,48 @@ def tail_shapes(geometry: ModelGeometry, layout: PageLayout, drafts: int = 0) ->
     return shapes
 
 
+def tile_limit(max_num_seqs: int, max_num_batched_tokens: int, drafts: int, tile_tokens: int) -> int:
+    """Most tokens of one tile of the afd executor.
+
+    A batch of decodes is always one tile, however many there are: where a graph of it is captured, nothing is known of
+    the windows of what will be replayed.
+    """
+    return min(max_num_batched_tokens, max(tile_tokens, max_num_seqs * (1 + drafts)))
+
+
+def carried_rows(kind: CompressorKind, limit: int, max_num_batched_tokens: int) -> int:
+    """Rows that a tile takes along from the tile before: the window before its first, with overlap."""
+    return kind.ratio if kind.overlap and limit < max_num_batched_tokens else 0
+
+
+def unnormed_rows(kind: CompressorKind, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """Rows [D] float32 that `compress` leaves behind the staging rows for its second kernel; C4 has one kernel only."""
+    return 0 if kind.overlap else min(max_num_batched_tokens, max_num_batched_tokens // kind.ratio + max_num_seqs)
+
+
+def staging_areas(
+    geometry: ModelGeometry,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    tile_tokens: int,
+    drafts: int = 0,
+) -> dict[tuple[CompressorKind, ...], int]:
+    """Bytes of each area of staging rows in one slot of the afd executor, by the kinds that share it."""
+    limit = tile_limit(max_num_seqs, max_num_batched_tokens, drafts, tile_tokens)
+    areas: dict[tuple[CompressorKind, ...], int] = {}
+    for kinds in AREAS:
+        needs = [
+            (limit + carried_rows(kind, limit, max_num_batched_tokens)) * geometry.row_bytes(kind)
+            + unnormed_rows(kind, max_num_seqs, max_num_batched_tokens) * geometry.head_dim * FP32_BYTES
+            for kind in kinds
+            if geometry.layers_of(kind)
+        ]
+        if needs:
+            areas[kinds] = max(needs)
+    return areas
+
+
 @dataclass(frozen=True)
 class WorkspaceSizes:
     """Bytes of everything the plugin allocates on one worker. See `size_workspace`.
@@ -47,6 +93,7 @@ class WorkspaceSizes:
         staging_bytes: the rest of a slot on the device (cells, re-based starts: no layer in it), times slots.
         host_bytes: pinned host memory behind lists and staging, all ring entries.
         slots: number of workspace slots.
+        rows_bytes: staging rows of the afd executor and what its kernels leave behind them, times slots; 0 for stock.
     """
 
     tail_bytes_per_request: int
@@ -57,17 +104,19 @@ class WorkspaceSizes:
     staging_bytes: int
     host_bytes: int
     slots: int
+    rows_bytes: int = 0
 
     @property
     def slot_bytes(self) -> int:
         """Device bytes of one workspace slot."""
-        apart = self.spare_bytes + self.list_bytes + self.staging_bytes
+        apart = self.spare_bytes + self.list_bytes + self.staging_bytes + self.rows_bytes
         return apart // self.slots + self.table_bytes // (self.slots + 1)
 
     @property
     def device_bytes(self) -> int:
         """Device bytes of tails and slots together: what is taken from the memory offered to the KV cache."""
-        return self.tail_bytes + self.spare_bytes + self.list_bytes + self.table_bytes + self.staging_bytes
+        slots = self.spare_bytes + self.list_bytes + self.table_bytes + self.staging_bytes + self.rows_bytes
+        return self.tail_bytes + slots
 
 
 def size_workspace(
@@ -78,6 +127,7 @@ def size_workspace(
     max_num_batched_tokens: int,
     drafts: int = 0,
     slots: int = 2,
+    tile_tokens: int | None = None,
 ) -> WorkspaceSizes:
     """Size tails and slots.
 
@@ -85,15 +135,26 @@ def size_workspace(
         geometry: the model.
         layout: rows per page of the stack and block size in use.
         max_num_seqs: most requests in flight, and most requests in one batch.
-        max_num_batched_tokens: most tokens of one launch; only the state tables depend on it.
+        max_num_batched_tokens: most tokens of one launch; only the state tables depend on it, and staging rows where
+            a tile may be as large.
         drafts: most draft tokens a forward may have to take back.
         slots: executions that may be in flight at once.
+        tile_tokens: of the afd executor; None for the stock executor, which has no staging rows.
     """
     limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens, "slots": slots}
     for name, value in limits.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    tail = null = spare = lists = table = staging = 0
+    tail = null = spare = lists = table = staging = rows = 0
+    if tile_tokens is not None:
+        areas = staging_areas(
+            geometry,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            tile_tokens=tile_tokens,
+            drafts=drafts,
+        )
+        rows = sum(areas.values())
     for ratio, shape in tail_shapes(geometry, layout, drafts).items():
         for kind in CompressorKind:
             if kind.ratio != ratio or not geometry.layers_of(kind):
@@ -115,4 +176,5 @@ def size_workspace(
         # One ring entry more than there are slots: the next batch is prepared while all slots are in flight.
         host_bytes=(slots + 1) * (lists + staging),
         slots=slots,
+        rows_bytes=slots * rows,
     )

@@ -45,6 +45,42 @@ def test_tails_and_spares_are_the_pages_of_the_pools(model: str, block_size: int
     assert sizes.tail_bytes + sizes.spare_bytes == pools
 
 
+def afd_rows(tokens: int, tile_tokens: int | None, *, seqs: int = 4, drafts: int = 0) -> int:
+    """Bytes of the staging rows of one slot."""
+    limits = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "drafts": drafts}
+    return size_workspace(FLASH, LAYOUT, **limits, slots=3, tile_tokens=tile_tokens).rows_bytes // 3
+
+
+def test_the_stock_executor_has_no_staging_rows_and_the_afd_executor_adds_nothing_else() -> None:
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 32768, "slots": 3}
+    stock, afd = (size_workspace(FLASH, LAYOUT, **limits, tile_tokens=tile) for tile in (None, 2048))
+    assert stock.rows_bytes == 0
+    assert replace(afd, rows_bytes=0) == stock
+    assert afd.device_bytes - stock.device_bytes == afd.rows_bytes == 3 * (afd.slot_bytes - stock.slot_bytes) > 0
+
+
+def test_whole_chunks_stage_all_rows_of_a_layer_and_tiles_stage_as_many_at_any_chunk() -> None:
+    whole = 32768 * (8192 + 2048)  # C128's rows of 4,096 bytes, and 2,048 a window, lie where C4's do
+    assert afd_rows(32768, 32768) == afd_rows(32768, 1 << 20) == whole == 320 << 20
+    tile = (2048 + 4) * (8192 + 2048)  # and the 4 rows of the window before
+    assert [afd_rows(tokens, 2048) for tokens in (2049, 32768, 131072)] == [tile] * 3
+    assert tile < 24 << 20
+
+
+def test_where_windows_of_c128_leave_more_behind_than_rows_of_c4_take_that_is_what_counts() -> None:
+    kinds = {4: 8192, 128: 4096}
+    one = replace(FLASH, num_layers=1, compress_ratios=(128,))
+    sizes = size_workspace(one, LAYOUT, max_num_seqs=3, max_num_batched_tokens=4096, slots=1, tile_tokens=128)
+    assert sizes.rows_bytes == 128 * kinds[128] + (4096 // 128 + 3) * 2048
+    long = (1 << 20) // 128 + 4
+    assert afd_rows(1 << 20, 128) == 128 * kinds[128] + long * 2048 + 132 * 2048
+
+
+def test_a_batch_of_decodes_with_drafts_is_one_tile() -> None:
+    assert afd_rows(32768, 128, seqs=100, drafts=2) == (300 + 4) * 10240
+    assert afd_rows(256, 128, seqs=100, drafts=2) == 256 * 10240  # a batch cannot be larger than that
+
+
 @pytest.mark.parametrize("times", [2, 4])
 def test_spares_and_staging_do_not_grow_with_layers_nor_tails_with_the_chunk(times: int) -> None:
     def sizes(layers: int, chunk: int):

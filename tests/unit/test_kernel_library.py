@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""Which kernels the afd executor would load: the right folder, whole, and for this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import afd_dsv4
+from afd_dsv4.compressor.library import KERNELS, MANIFEST, OPERATORS, find
+from afd_dsv4.geometry import InputError
+
+
+def folder_of(path: Path, backend: object) -> Path:
+    path.mkdir()
+    for name in (KERNELS, OPERATORS):
+        (path / name).touch()
+    (path / MANIFEST).write_text(json.dumps({"backend": backend}))
+    return path
+
+
+def refused(environment: dict[str, str]) -> str:
+    with pytest.raises(InputError) as caught:
+        find(environment)
+    return str(caught.value)
+
+
+def test_the_variable_names_the_folder_also_on_the_software_npu(tmp_path):
+    hardware, other = folder_of(tmp_path / "a", "ascendc"), folder_of(tmp_path / "b", "twin")
+    softnpu = folder_of(tmp_path / "c", "emulation")
+    found = find({"AFD_DSV4_KERNELS": f" {hardware} "})
+    assert (found.folder, found.backend, found.on_hardware) == (hardware, "ascendc", True)
+    assert (found.kernels, found.operators) == (hardware / KERNELS, hardware / OPERATORS)
+    found = find({"AFD_DSV4_KERNELS": str(other), "AFD_DSV4_SOFTNPU_DIR": str(softnpu)})
+    assert (found.folder, found.backend, found.on_hardware) == (other, "twin", False)
+    assert find({"AFD_DSV4_KERNELS": "", "AFD_DSV4_SOFTNPU_DIR": str(softnpu)}).folder == softnpu
+
+
+def test_without_a_variable_they_are_in_the_package_and_the_error_says_where_and_how_to_get_them():
+    text = refused({})
+    assert str(Path(afd_dsv4.__file__).parent / "lib") in text
+    assert all(word in text for word in (KERNELS, OPERATORS, "cmake --preset npu", "AFD_DSV4_KERNELS"))
+
+
+@pytest.mark.parametrize("name", [KERNELS, OPERATORS, MANIFEST])
+def test_what_is_not_whole_is_refused_by_name(tmp_path, name):
+    folder = folder_of(tmp_path / "a", "emulation")
+    (folder / name).unlink()
+    text = refused({"AFD_DSV4_SOFTNPU_DIR": str(folder)})
+    assert f"has no {name}; run `make setup`" in text
+
+
+@pytest.mark.parametrize("backend", ["emulation", "twin"])
+def test_an_emulation_is_refused_on_hardware_and_hardware_on_the_software_npu(tmp_path, backend):
+    text = refused({"AFD_DSV4_KERNELS": str(folder_of(tmp_path / "a", backend))})
+    assert f"back end {backend!r}, and this process is on an NPU" in text
+    hardware = folder_of(tmp_path / "b", "ascendc")
+    text = refused({"AFD_DSV4_KERNELS": str(hardware), "AFD_DSV4_SOFTNPU_DIR": "x"})
+    assert "back end 'ascendc', and this process is on the software NPU" in text
+
+
+@pytest.mark.parametrize("written", ["", "[]", "{}", '{"backend": "cuda"}', '{"backend": ["twin"]}'])
+def test_a_manifest_that_says_nothing_known_is_refused(tmp_path, written):
+    folder = folder_of(tmp_path / "a", "twin")
+    (folder / MANIFEST).write_text(written)
+    assert MANIFEST in refused({"AFD_DSV4_KERNELS": str(folder)})

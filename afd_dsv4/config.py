@@ -31,6 +31,10 @@ MODE_VARIABLE: Final = "AFD_DSV4_MODE"
 
 DEFAULT_SLOTS: Final = 2  # two uBatches
 DEFAULT_FENCE_TIMEOUT_S: Final = 60.0
+#: C4's rows of a tile are 16 MiB then: a small part of the device's second-level cache, and of its memory; and a
+#: matrix product of so many tokens is as good as a larger one.
+DEFAULT_TILE_TOKENS: Final = 2048
+LEAST_TILE_TOKENS: Final = 128  # a window of the largest ratio
 
 
 class Mode(enum.Enum):
@@ -39,6 +43,14 @@ class Mode(enum.Enum):
     OFF = "off"
     AFD = "afd"
     COLOCATED = "colocated"
+
+
+class Executor(enum.Enum):
+    """What compresses: vllm-ascend's operator, or kernels of our own. `AUTO` leaves it to the gate."""
+
+    AUTO = "auto"
+    STOCK = "stock"
+    AFD = "afd"
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,9 @@ class Settings:
             are never used again. Longer than any forward may take.
         audit: in mode `afd`, whether everything that crosses to the FFN role is checked to share no memory with tails
             and workspace slots; None for where the log is at level DEBUG.
+        executor: what compresses.
+        tile_tokens: most tokens that the afd executor projects and compresses at once, and so the size of its staging
+            rows; `max_num_batched_tokens` or more for whole chunks.
 
     Raises:
         InputError: a value out of range.
@@ -64,6 +79,8 @@ class Settings:
     drafts: int | None = None
     fence_timeout_s: float = DEFAULT_FENCE_TIMEOUT_S
     audit: bool | None = None
+    executor: Executor = Executor.AUTO
+    tile_tokens: int = DEFAULT_TILE_TOKENS
 
     def __post_init__(self) -> None:
         _check("mode", self.mode, isinstance(self.mode, Mode), f"choose one of {', '.join(m.value for m in Mode)}")
@@ -73,6 +90,11 @@ class Settings:
         good = _number(self.fence_timeout_s) and 0 < self.fence_timeout_s <= 1e9
         _check("fence_timeout_s", self.fence_timeout_s, good, "it must be a number of seconds above 0 and at most 1e9")
         _check("audit", self.audit, self.audit is None or isinstance(self.audit, bool), "it must be true or false")
+        names = ", ".join(executor.value for executor in Executor)
+        _check("executor", self.executor, isinstance(self.executor, Executor), f"choose one of {names}")
+        good = _whole(self.tile_tokens, LEAST_TILE_TOKENS)
+        remedy = f"it must be a whole number of at least {LEAST_TILE_TOKENS}"
+        _check("tile_tokens", self.tile_tokens, good, remedy)
 
     def as_mapping(self) -> dict[str, str | int | float]:
         """What `from_mapping` makes the same settings of; plain enough for JSON."""
@@ -118,8 +140,9 @@ def from_mapping(values: Mapping[str, object], place: str = "settings") -> Setti
     if unknown:
         raise InputError(place, f"unknown {', '.join(map(repr, unknown))}", f"known are {', '.join(known)}")
     given = dict(values)
-    if isinstance(given.get("mode"), str) and given["mode"] in {mode.value for mode in Mode}:
-        given["mode"] = Mode(given["mode"])
+    for name, choices in (("mode", Mode), ("executor", Executor)):
+        if isinstance(given.get(name), str) and given[name] in {choice.value for choice in choices}:
+            given[name] = choices(given[name])
     return Settings(**given)  # type: ignore[arg-type]  # Settings checks every value itself
 
 

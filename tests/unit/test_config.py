@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afd_dsv4.config import Mode, Settings, from_mapping, read, switched_off
+from afd_dsv4.config import Executor, Mode, Settings, from_mapping, read, switched_off
 from afd_dsv4.geometry import InputError
 
 
@@ -27,6 +27,13 @@ def test_an_empty_mapping_leaves_everything_off():
 @pytest.mark.parametrize("mode", ["off", "afd", "colocated"])
 def test_each_mode_is_read_by_its_name(mode):
     assert from_mapping({"mode": mode}).mode.value == mode
+
+
+@pytest.mark.parametrize("executor", ["auto", "stock", "afd"])
+def test_each_executor_is_read_by_its_name_and_written_so(executor):
+    settings = from_mapping({"executor": executor, "tile_tokens": 128})
+    assert (settings.executor.value, settings.tile_tokens) == (executor, 128)
+    assert from_mapping(settings.as_mapping()) == settings
 
 
 def test_an_unknown_key_is_refused_with_the_known_ones():
@@ -54,6 +61,10 @@ def test_an_unknown_key_is_refused_with_the_known_ones():
         ({"fence_timeout_s": "60"}, "setting fence_timeout_s: '60'"),
         ({"fence_timeout_s": True}, "setting fence_timeout_s: True"),
         ({"fence_timeout_s": None}, "setting fence_timeout_s: None"),
+        ({"executor": "ours"}, "choose one of auto, stock, afd"),
+        ({"executor": None}, "setting executor"),
+        ({"tile_tokens": 127}, "setting tile_tokens: 127; it must be a whole number of at least 128"),
+        ({"tile_tokens": 2048.0}, "setting tile_tokens"),
         ([("mode", "off")], "settings: list"),
     ],
 )
@@ -207,9 +218,12 @@ def test_the_readme_documents_every_setting_in_order_with_its_default():
         "drafts": "as many as vLLM drafts",
         "fence_timeout_s": str(Settings().fence_timeout_s),
         "audit": "where the log is at level DEBUG",
+        "executor": Settings().executor.value,
+        "tile_tokens": str(Settings().tile_tokens),
     }
     assert (Settings().drafts, Settings().audit) == (None, None)
     assert re.findall(r"`(\w+)`", table["mode"][0]) == [mode.value for mode in Mode]
+    assert re.findall(r"`(\w+)`", table["executor"][0]) == [executor.value for executor in Executor]
 
 
 def test_the_examples_of_the_readme_can_be_read():

@@ -30,7 +30,6 @@ class ModelExecution:
 
     Attributes:
         lease: None without requests.
-        lost: see `execution.forward.Execution`.
     """
 
     def __init__(self, runtime: ModelRuntime, lease: Lease[ModelStream] | None, plan: StepPlan | None) -> None:
@@ -38,9 +37,16 @@ class ModelExecution:
         self.lease = lease
         self.plan = plan
         self.launched: list[int] = []
-        self.lost: str | None = None
+        self._lost: str | None = None
         if lease is not None:
             runtime.open[lease.execution] = self
+
+    @property
+    def lost(self) -> str | None:
+        """See `execution.forward.Execution`."""
+        if self._lost is None and self.lease is not None and self.lease.state is LeaseState.QUARANTINED:
+            return f"{self.lease.execution} was quarantined"
+        return self._lost
 
     def launch(self, layer: int, stream: ModelStream) -> None:
         if self.lease is None or self.plan is None:
@@ -73,8 +79,8 @@ class ModelExecution:
             return
         missing = self.runtime.shape.layers - len(self.launched)
         if missing and self.lease.state is LeaseState.ACQUIRED:
-            self.lost = f"{self.lease.execution} ended with {missing} launches missing"
-            self.plan.void(self.lost)
+            self._lost = f"{self.lease.execution} ended with {missing} launches missing"
+            self.plan.void(self._lost)
         self.runtime.open.pop(self.lease.execution, None)
         if self.lease.state is not LeaseState.QUARANTINED:
             self.lease.seal(whole=not missing)
@@ -168,7 +174,7 @@ class ModelRuntime:
         left = [execution for execution in self.open if execution.generation == generation]
         for execution in left:
             given = self.open.pop(execution)
-            given.lost = f"{execution} was quarantined: {why}"
+            given._lost = f"{execution} was quarantined: {why}"
             assert given.lease is not None
             self.arena.quarantine(given.lease, why)
         return tuple(left)

@@ -629,7 +629,6 @@ class StockExecution:
     Attributes:
         lease: None for an execution without requests.
         lists: page lists by ratio.
-        lost: once it is finished without all of its launches, or quarantined: why its requests' tails are void.
     """
 
     def __init__(
@@ -650,11 +649,19 @@ class StockExecution:
         self._splits: dict[tuple[int | None, int | None, int | None], _Split] = {}  # by the slice that was asked for
         self._scattered: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}  # see _ids
         self._replayed = False
-        self.lost: str | None = None
+        self._lost: str | None = None
         self.lease = lease
         self.lists = plan.lists if plan else {}
         if lease is not None:
             runtime._open[lease.execution] = self
+
+    @property
+    def lost(self) -> str | None:
+        """Once it is finished without all of its launches, or quarantined by whomever: why its tails are void."""
+        if self._lost is None and self.lease is not None and self.lease.state is LeaseState.QUARANTINED:
+            why = next((held.void for held in self._plan.holders if held.void) if self._plan else iter(()), None)
+            return why or f"{self.lease.execution} was quarantined"
+        return self._lost
 
     def compress(
         self,
@@ -793,7 +800,7 @@ class StockExecution:
     def abandon(self, why: str) -> None:
         """See `StockRuntime.abandon`, which calls it."""
         if self.lease is not None and self._plan is not None:
-            self.lost = f"{self.lease.execution} was quarantined: {why}"
+            self._lost = self.lost or f"{self.lease.execution} was quarantined: {why}"
             self._plan.void(f"{self.lease.execution} is in doubt: {why}")  # also where the quarantine fails
             self._runtime.arena.quarantine(self.lease, why)
 
@@ -812,8 +819,8 @@ class StockExecution:
             if missing and self.lease.state is LeaseState.ACQUIRED:
                 first = f"layer {missing[0].layer} {missing[0].kind.value}"
                 missed = f"{len(missing)} of {len(compressors)} launches missing, first {first}"
-                self.lost = f"{self.lease.execution} ended with {missed}"
-                self._plan.void(self.lost)
+                self._lost = f"{self.lease.execution} ended with {missed}"
+                self._plan.void(self._lost)
             self._runtime._open.pop(self.lease.execution, None)
             if self.lease.state is not LeaseState.QUARANTINED:  # before: what there was to void is void
                 self.lease.seal(whole=not missing)

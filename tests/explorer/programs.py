@@ -154,14 +154,19 @@ class Stage:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.lost: str | None = None
+        self._lost: str | None = None
+
+    @property
+    def lost(self) -> str | None:
+        lease = self.run.lease
+        return self._lost or (f"{lease!r}" if lease.state is LeaseState.QUARANTINED else None)
 
     def computed(self, layer: int) -> bool:
         return all(step in self.run.launched for step in self.run.world.steps if step[0] == layer)
 
     def finish(self) -> None:
         if len(self.run.launched) < len(self.run.world.steps):
-            self.lost = "launches are missing"
+            self._lost = "launches are missing"
         if self.run.lease.state is LeaseState.ACQUIRED:
             self.run.finish()
 
@@ -191,7 +196,7 @@ class Stages:
 
     def abandon(self, generation: Generation, why: str) -> tuple[ExecutionId, ...]:
         for stage in self.open:
-            stage.lost = why
+            stage._lost = why
             self.world.arena.quarantine(stage.run.lease, why)
         return ()
 

@@ -455,6 +455,33 @@ def test_what_was_quarantined_is_returned_at_the_close_and_finishing_it_later_do
     assert engine.runtime in stock._NEVER_FREED
 
 
+@pytest.mark.parametrize("cam", [False, True], ids=["ubatches", "stages"])
+@pytest.mark.parametrize("whole", [False, True], ids=["launches missing", "all launched"])
+def test_what_others_quarantine_while_it_is_open_breaks_its_forward(engine: Engine, whole: bool, cam: bool) -> None:
+    split = parts(engine.chunks(a=40, b=60), [40, 60])
+    forward = (CamForward if cam else Forward)(engine.runtime, split)
+    lease = forward[1].lease
+    assert lease is not None
+
+    def body() -> None:
+        for compressor in engine.compressors if whole else []:
+            for stage, chunks in enumerate(split):
+                stream = engine.world.streams[0]
+                engine.world.step(forward[stage], engine.requests, chunks, compressor, stream)
+        if not whole:
+            forward.finish(0)
+        engine.runtime.arena.quarantine(lease, "planted")
+
+    with pytest.raises(BrokenOff, match=r"uBatch [01] of generation"):
+        within(forward, body)
+    assert forward[1].lost == f"{lease.execution} is in doubt: planted"
+    assert (forward[0].lost is None) == whole
+    assert engine.runtime.end_forward(forward.generation) == ()
+    with pytest.raises(TailVoid, match="is in doubt: planted"):
+        engine.runtime.begin([RequestChunk(RequestId("b"), 60, 61)])
+    assert engine.runtime.close(drain_s=5) == (lease,)
+
+
 class FailingTrace(Trace):
     """One that fails as the first lease is quarantined."""
 

@@ -188,6 +188,27 @@ def test_missing_launches_break_a_forward_of_which_nobody_said_anything() -> Non
     void(runtime, "b")
 
 
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_ubatch_whose_lease_somebody_else_quarantines_breaks_the_forward_though_all_is_launched(
+    finished: bool,
+) -> None:
+    runtime = ModelRuntime(1)
+    forward = Forward(runtime, cut(BATCH, 9))
+
+    def body() -> None:
+        run(runtime, forward)
+        if finished:
+            forward.finish(1)
+        lease = forward[1].lease
+        assert lease is not None
+        runtime.arena.quarantine(lease, "planted")  # a watchdog
+
+    with pytest.raises(BrokenOff, match=r"uBatch 1 of generation 1 broke off, and nobody said why.*was quarantined"):
+        within(forward, body)
+    assert states(forward) == [LeaseState.SEALED, LeaseState.QUARANTINED]
+    void(runtime, "b")
+
+
 def test_an_exception_behind_the_last_launch_breaks_the_forward_but_no_tail() -> None:
     runtime = ModelRuntime(1)
     forward = Forward(runtime, PARTS)

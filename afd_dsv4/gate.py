@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from afd_dsv4.config import Mode, Settings
+from afd_dsv4.config import Executor, Mode, Settings
 from afd_dsv4.geometry import InputError, ModelGeometry, PageLayout, page_layout
 from afd_dsv4.workspace.sizing import WorkspaceSizes, size_workspace
 
@@ -120,6 +120,21 @@ class AfdFacts:
 
 
 @dataclass(frozen=True)
+class KernelFacts:
+    """The kernels of the afd executor that this machine has, see `compressor/library.py`.
+
+    Attributes:
+        backend: what they were compiled for, None where there are none to be used.
+        on_hardware: whether that is an NPU.
+        lacks: why there are none to be used, with what to do; None where there are.
+    """
+
+    backend: str | None
+    on_hardware: bool
+    lacks: str | None
+
+
+@dataclass(frozen=True)
 class EngineFacts:
     """What one engine is configured to do. None means that the configuration did not say, see `unread`.
 
@@ -156,6 +171,7 @@ class EngineFacts:
         native_tail: whether vllm-ascend bounds the compressor state itself
             (enable_dsv4_shared_compressor_workspace, vllm-project/vllm-ascend#15452), and is told to.
         max_num_seqs, max_num_batched_tokens, block_size: vLLM's.
+        kernels: of the afd executor.
 
     Raises:
         ValueError: something covered that nobody asks for.
@@ -195,6 +211,7 @@ class EngineFacts:
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     block_size: int | None
+    kernels: KernelFacts
 
     def __post_init__(self) -> None:
         if unknown := self.covers - COVERABLE:
@@ -239,12 +256,12 @@ class Decision:
         return f"mode {self.requested.value!r}: {verdict} ({'; '.join(why)}){self._takes()}"
 
     def _takes(self) -> str:
-        if self.sizes is None:
+        if self.sizes is None or self.settings is None:
             return ""
         tails, slots = self.sizes.tail_bytes, self.sizes.device_bytes - self.sizes.tail_bytes
         return (
-            f", {self.sizes.slots} slots, {_mib(self.sizes.device_bytes)} on each worker"
-            f" (tails {_mib(tails)}, slots {_mib(slots)})"
+            f", executor {self.settings.executor.value!r}, {self.sizes.slots} slots, "
+            f"{_mib(self.sizes.device_bytes)} on each worker (tails {_mib(tails)}, slots {_mib(slots)})"
         )
 
 
@@ -266,10 +283,15 @@ def decide(settings: Settings, facts: EngineFacts) -> Decision:
     if reasons:
         return Decision(mode, active=False, refused=True, reasons=reasons)
     drafts = facts.speculative_tokens if settings.drafts is None else settings.drafts
-    whole = replace(settings, drafts=drafts)
+    # Operators of all supported stacks have the contract that the stock executor needs.
+    executor = Executor.STOCK if settings.executor is Executor.AUTO else settings.executor
+    whole = replace(settings, drafts=drafts, executor=executor)
     asked = "colocated was asked for"
     if facts.afd:
         asked = f"AFD role {ATTENTION!r} with {facts.afd.connector}, {max(1, facts.ubatches or 0)} uBatches"
+    if executor is Executor.AFD:
+        unproven = ", which have not run on hardware yet" if facts.kernels.on_hardware else ""
+        asked += f", with kernels of the back end {facts.kernels.backend!r}{unproven}"
     sizes = _sizes(whole, facts)
     return Decision(mode, active=True, refused=False, reasons=(asked,), settings=whole, sizes=sizes)
 
@@ -283,6 +305,8 @@ def objections(settings: Settings, facts: EngineFacts) -> Iterator[str]:
     if facts.worker_class is not None:  # or nothing at all is covered, which is told
         yield from _against_uncovered(facts)
     yield from _against_limits(settings, facts)
+    if settings.executor is Executor.AFD:
+        yield from _against_kernels(facts)
 
 
 def _against_stack(mode: Mode, facts: EngineFacts) -> Iterator[str]:
@@ -435,6 +459,14 @@ def _against_limits(settings: Settings, facts: EngineFacts) -> Iterator[str]:
         yield _no("setting slots", f"{settings.slots} for {facts.ubatches} uBatches", "give one for each at least")
 
 
+def _against_kernels(facts: EngineFacts) -> Iterator[str]:
+    if facts.kernels.lacks:
+        yield facts.kernels.lacks
+    for field, has in (("head_dim", 512), ("index_head_dim", 128), ("qk_rope_head_dim", 64)):
+        if facts.geometry and (found := getattr(facts.geometry, field)) != has:
+            yield _no("executor 'afd'", f"{field} {found}, its kernels have {has}", "use executor 'stock'")
+
+
 def _layout(facts: EngineFacts) -> PageLayout:
     assert facts.stack_name is not None
     assert facts.block_size is not None
@@ -454,6 +486,7 @@ def _sizes(settings: Settings, facts: EngineFacts) -> WorkspaceSizes:
         drafts=settings.drafts or 0,
         # All graphs of a worker are replayed on one stream and share a slot.
         slots=settings.slots + ("FULL" in (facts.graphs or NO_GRAPHS)),
+        tile_tokens=settings.tile_tokens if settings.executor is Executor.AFD else None,
     )
 
 

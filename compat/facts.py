@@ -15,6 +15,7 @@ Sources (0.23.0 of both): `vllm/config/*.py`; `vllm_ascend/ascend_config.py:Asce
 
 from __future__ import annotations
 
+import os
 import reprlib
 import sys
 from collections.abc import Mapping
@@ -23,7 +24,8 @@ from typing import Any, Final
 from afd_dsv4.compat.adapters import ADAPTERS, full_name
 from afd_dsv4.compat.contract import Verdict
 from afd_dsv4.compat.stack import InstalledStack
-from afd_dsv4.gate import CAM_ASYNC, AfdFacts, EngineFacts
+from afd_dsv4.compressor import library
+from afd_dsv4.gate import CAM_ASYNC, AfdFacts, EngineFacts, KernelFacts
 from afd_dsv4.geometry import InputError, ModelGeometry, from_hf_config
 
 _MISSING: Final = object()
@@ -94,8 +96,17 @@ def facts_from(vllm_config: Any, platform: type, stack: InstalledStack, verdict:
         max_num_seqs=scheduler.read("max_num_seqs", int),
         max_num_batched_tokens=scheduler.read("max_num_batched_tokens", int),
         block_size=cache.read("block_size", int),
+        kernels=_kernels(os.environ),
         unread=tuple(unread),
     )
+
+
+def _kernels(environment: Mapping[str, str]) -> KernelFacts:
+    try:
+        found = library.find(environment)
+    except InputError as error:
+        return KernelFacts(backend=None, on_hardware=False, lacks=str(error))
+    return KernelFacts(backend=found.backend, on_hardware=found.on_hardware, lacks=None)
 
 
 class _Reader:

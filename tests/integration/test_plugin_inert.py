@@ -196,7 +196,8 @@ def test_settings_that_cannot_be_read_end_the_configuration_in_vllms_own_words_t
     found = engine("misspelt")
     assert (
         found["error"]
-        == "additional_config['afd_dsv4']: unknown 'slot'; known are mode, slots, drafts, fence_timeout_s, audit"
+        == "additional_config['afd_dsv4']: unknown 'slot'; known are mode, slots, drafts, fence_timeout_s, audit, executor, "
+        "tile_tokens"
     )
     assert found["error"] in found["raised"]
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from afd_dsv4 import gate
-from afd_dsv4.config import Mode, Settings
-from afd_dsv4.gate import COVERABLE, AfdFacts, Decision, EngineFacts, decide
+from afd_dsv4.config import Executor, Mode, Settings
+from afd_dsv4.gate import COVERABLE, AfdFacts, Decision, EngineFacts, KernelFacts, decide
 from afd_dsv4.geometry import ModelGeometry, preset
 
 WORKER = "afd_dsv4.compat.adapters.example.AfdDsv4Worker"
@@ -52,6 +52,7 @@ PLAIN = EngineFacts(
     max_num_seqs=4,
     max_num_batched_tokens=32_768,
     block_size=128,
+    kernels=KernelFacts(backend=None, on_hardware=False, lacks="kernels: none here; build them"),
 )
 COLOCATED = Settings(Mode.COLOCATED)
 #: The Attention role with the asynchronous connector in two stages, and a model that somebody has made for it.
@@ -142,7 +143,7 @@ def test_colocated_is_on_where_nothing_speaks_against_it():
     decision = decide(COLOCATED, PLAIN)
     assert decision.active
     assert decision.reasons == ("colocated was asked for",)
-    assert decision.settings == Settings(Mode.COLOCATED, slots=2, drafts=0)
+    assert decision.settings == Settings(Mode.COLOCATED, slots=2, drafts=0, executor=Executor.STOCK)
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -323,7 +324,7 @@ def test_drafts_come_from_the_speculative_configuration_unless_given():
 
 def test_what_is_no_matter_of_the_gate_is_handed_on_as_it_was_given():
     settings = decide(Settings(Mode.COLOCATED, slots=3, fence_timeout_s=5), PLAIN).settings
-    assert settings == Settings(Mode.COLOCATED, slots=3, drafts=0, fence_timeout_s=5)
+    assert settings == Settings(Mode.COLOCATED, slots=3, drafts=0, fence_timeout_s=5, executor=Executor.STOCK)
 
 
 def test_fewer_slots_than_ubatches_are_refused():
@@ -342,8 +343,56 @@ def test_the_line_tells_the_memory_that_is_taken():
     assert decision.sizes.tail_bytes == tails
     rest = decision.sizes.device_bytes - tails
     assert rest > 0
-    expected = f", 3 slots, {(tails + rest) / 2**20:.1f} MiB on each worker (tails {tails / 2**20:.1f} MiB, slots "
+    whole = f"{(tails + rest) / 2**20:.1f} MiB on each worker (tails {tails / 2**20:.1f} MiB, slots "
+    expected = f", executor 'stock', 3 slots, {whole}"
     assert expected in decision.line()
+
+
+OURS = Settings(Mode.COLOCATED, executor=Executor.AFD, tile_tokens=4096)
+EMULATED = KernelFacts(backend="emulation", on_hardware=False, lacks=None)
+
+
+@pytest.mark.parametrize("executor", [Executor.AUTO, Executor.STOCK])
+def test_auto_is_the_stock_executor_also_where_there_are_kernels(executor):
+    for kernels in (PLAIN.kernels, EMULATED):
+        decision = decide(Settings(Mode.COLOCATED, executor=executor), replace(PLAIN, kernels=kernels))
+        assert decision.settings is not None
+        assert decision.settings.executor is Executor.STOCK
+        assert decision.sizes is not None
+        assert decision.sizes.rows_bytes == 0
+        assert decision.reasons == ("colocated was asked for",)
+
+
+def test_the_afd_executor_takes_its_staging_rows_and_is_named_with_its_back_end():
+    decision = decide(OURS, replace(PLAIN, kernels=EMULATED))
+    assert decision.settings == replace(OURS, drafts=0)
+    assert decision.sizes is not None
+    assert decision.sizes.rows_bytes == 2 * (4096 + 4) * 10240
+    assert "(colocated was asked for, with kernels of the back end 'emulation'), executor 'afd', 2" in decision.line()
+
+
+def test_kernels_for_hardware_are_said_not_to_have_run_there():
+    line = decide(OURS, replace(PLAIN, kernels=KernelFacts("ascendc", on_hardware=True, lacks=None))).line()
+    assert "kernels of the back end 'ascendc', which have not run on hardware yet" in line
+
+
+def test_the_afd_executor_is_refused_without_kernels_with_what_to_do():
+    assert refused(OURS) == ("kernels: none here; build them",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"head_dim": 256}, "head_dim 256, its kernels have 512"),
+        ({"index_head_dim": 64}, "index_head_dim 64, its kernels have 128"),
+        ({"qk_rope_head_dim": 32}, "qk_rope_head_dim 32, its kernels have 64"),
+    ],
+)
+def test_a_model_that_the_kernels_have_not_is_refused_with_the_afd_executor_alone(changes, says):
+    geometry = replace(preset("flash"), **changes)
+    assert decide(COLOCATED, replace(PLAIN, geometry=geometry)).active
+    (reason,) = refused(OURS, geometry=geometry, kernels=EMULATED)
+    assert reason == f"executor 'afd': {says}; use executor 'stock'"
 
 
 def test_full_graphs_take_one_slot_more():

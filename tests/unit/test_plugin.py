@@ -21,7 +21,7 @@ from afd_dsv4 import gate, plugin
 from afd_dsv4.compat import contract
 from afd_dsv4.compat import stack as stacks
 from afd_dsv4.compat.adapters import ADAPTERS, Adapter
-from afd_dsv4.config import CONFIG_VARIABLE, MODE_VARIABLE, Mode, Settings
+from afd_dsv4.config import CONFIG_VARIABLE, MODE_VARIABLE, Executor, Mode, Settings
 from afd_dsv4.geometry import InputError
 from tests.unit.test_facts import HOLDS, STACK, configuration
 
@@ -213,10 +213,17 @@ def test_on_enters_the_adapters_worker_and_whole_settings(vllm, adapter, log):
     # The configuration has two drafts a step.
     assert vllm_config.additional_config == {
         **given,
-        "afd_dsv4": {"mode": "colocated", "slots": 2, "drafts": 2, "fence_timeout_s": 60.0},
+        "afd_dsv4": {
+            "mode": "colocated",
+            "slots": 2,
+            "drafts": 2,
+            "fence_timeout_s": 60.0,
+            "executor": "stock",
+            "tile_tokens": 2048,
+        },
     }
     assert state().decision.active
-    assert "mode 'colocated': on (colocated was asked for), 2 slots, " in log.text
+    assert "mode 'colocated': on (colocated was asked for), executor 'stock', 2 slots, " in log.text
     assert [record.levelname for record in log.records] == ["INFO"]
 
 
@@ -440,7 +447,7 @@ def test_settings_of_an_engine_are_part_of_the_state(vllm, adapter):
     plugin.register()
     vllm.configure(afd_dsv4={"mode": "colocated", "slots": 3})
     assert state().settings == Settings(Mode.COLOCATED, slots=3)
-    assert state().decision.settings == Settings(Mode.COLOCATED, slots=3, drafts=2)
+    assert state().decision.settings == Settings(Mode.COLOCATED, slots=3, drafts=2, executor=Executor.STOCK)
     assert state().stack == "vllm 0.23.0, vllm-ascend 0.23.0"
 
 

@@ -489,8 +489,8 @@ def programs() -> list[Program]:
                     f"two stages of one thread, {shape}, {what}",
                     two,
                     cam(fault, cut=cut),
-                    allowed=allowed,
-                    loses=loses or fault in ("raise", "wait"),  # with an item under way both are given up
+                    allowed=(*allowed, BrokenOff) if fault else (),
+                    loses=loses or fault in ("raise", "wait"),  # with an item under way both are quarantined
                 )
         add(
             f"auxiliary stream overlaps inside a layer, {what}",

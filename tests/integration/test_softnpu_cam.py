@@ -68,11 +68,15 @@ class Cam:
         for rank in range(self.size):
             rt.leave_group(self.name, rank)
 
+    def sizes(self, given: dict[str, int]) -> tuple[int, ...]:
+        """What all four operators are told of the world, some of it changed."""
+        right = {"hidden": HIDDEN, "topk": TOPK, "ffn": self.ffn, "attention": self.attention, "per_rank": PER_RANK}
+        return tuple(given.get(name, size) for name, size in right.items())
+
     def send(self, rank: int, layer: int, x: Any, ids: Any, **more: Any) -> None:
         given = {
             "most": MOST,
             "batch": x.shape[0],
-            "topk": TOPK,
             "tp": self.tp,
             "quant": 0,
             "world": self.size,
@@ -82,31 +86,30 @@ class Cam:
         self.kept += [x, ids]
         with torch.npu.stream(self.streams[rank]):
             torch.ops.umdk_cam_op_lib.async_dispatch_send(
-                x, ids, self.args, 0, given["most"], given["batch"], HIDDEN, given["topk"], self.ffn, self.attention,
-                PER_RANK, given["by"], given["world"], layer, given["tp"], given["quant"], self.name,
+                x, ids, self.args, 0, given["most"], given["batch"], *self.sizes(more), given["by"], given["world"],
+                layer, given["tp"], given["quant"], self.name,
             )  # fmt: skip
 
-    def take(self, rank: int, ids: Any, scales: Any) -> Any:
+    def take(self, rank: int, ids: Any, scales: Any, **more: int) -> Any:
         self.kept += [ids, scales]
         with torch.npu.stream(self.streams[rank]):
             return torch.ops.umdk_cam_op_lib.async_combine_recv(
-                self.anchor, ids, scales, self.args, 0, ids.shape[0], HIDDEN, TOPK, self.ffn, self.attention, PER_RANK,
-                rank, self.size, self.name,
+                self.anchor, ids, scales, self.args, 0, ids.shape[0], *self.sizes(more), rank, self.size, self.name,
             )  # fmt: skip
 
-    def receive(self, rank: int) -> Any:
+    def receive(self, rank: int, **more: int) -> Any:
         with torch.npu.stream(self.streams[rank]):
             return torch.ops.umdk_cam_op_lib.async_dispatch_recv(
-                self.anchor, self.args, 0, MOST, HIDDEN, TOPK, self.ffn, self.attention, PER_RANK, rank, self.size,
-                self.tp, 0, self.name,
+                self.anchor, self.args, 0, more.get("most", MOST), *self.sizes(more), rank, self.size,
+                more.get("tp", self.tp), 0, self.name,
             )  # fmt: skip
 
-    def answer(self, rank: int, routed: Any, shared: Any, info: Any) -> None:
+    def answer(self, rank: int, routed: Any, shared: Any, info: Any, **more: int) -> None:
         self.kept += [routed, shared, info]
         with torch.npu.stream(self.streams[rank]):
             torch.ops.umdk_cam_op_lib.async_combine_send(
-                routed, shared, self.args, info, 0, MOST, HIDDEN, TOPK, self.ffn, self.attention, PER_RANK, rank,
-                self.size, self.tp, self.name,
+                routed, shared, self.args, info, 0, more.get("most", MOST), *self.sizes(more), rank, self.size,
+                more.get("tp", self.tp), self.name,
             )  # fmt: skip
 
     def serve(self, rank: int) -> tuple[int, int]:
@@ -346,6 +349,56 @@ def test_an_item_is_answered_once_and_with_enough_rows(cam: Any) -> None:
     fails(group.streams[1], "no such item of rank 1 waits for an answer")
 
 
+OTHER = [{"topk": 1}, {"hidden": 64}, {"per_rank": 200}, {"attention": 1, "ffn": 2}]
+
+
+@pytest.mark.parametrize("change", OTHER)
+def test_a_result_taken_with_other_sizes_than_its_dispatch_had_is_an_error(cam: Any, change: dict[str, int]) -> None:
+    """Also where the experts' ids are the same numbers in the same order, as those of twice as many tokens."""
+    group = cam(2, 1)
+    x, ids, scales = tokens(random.Random(0), 5, PER_RANK)
+    group.send(0, 0, x, ids)
+    group.serve(2)
+    shape = -1, change.get("topk", TOPK)
+    group.take(0, ids.reshape(shape), scales.reshape(shape), **change)
+    fails(group.streams[0], "layer 0 was dispatched with .*, batch_size 5 and is received with")
+    back = group.take(0, ids, scales)
+    assert torch.equal(host(group.streams[0], back)[0], combined(x, ids, scales))
+
+
+@pytest.mark.parametrize("change", [*OTHER, {"most": 32}])
+def test_an_item_received_with_other_sizes_than_it_was_sent_with_is_an_error(cam: Any, change: dict[str, int]) -> None:
+    group = cam(2, 1)
+    group.send(0, 0, *tokens(random.Random(0), 5, PER_RANK)[:2])
+    group.receive(2, **change)
+    fails(group.streams[2], "rank 0 sent with .*; rank 2 receives with")
+
+
+def test_the_dp_groups_of_an_ffn_rank_stay(cam: Any) -> None:
+    group = cam(2, 1)
+    group.send(0, 0, *tokens(random.Random(0), 5, PER_RANK)[:2])
+    group.serve(2)
+    group.receive(2, tp=2)
+    fails(group.streams[2], "1 DP groups of tp_size 2 after 2 of 1")
+
+
+@pytest.mark.parametrize("change", [{"topk": 2}, {"most": 32}, {"attention": 1, "ffn": 2}, {"tp": 2, "per_rank": 1}])
+def test_an_item_answered_with_other_sizes_than_it_was_received_with_is_an_error(
+    cam: Any, change: dict[str, int]
+) -> None:
+    """The last of them has a batch_info of the same length, too."""
+    group, sizes = cam(2, 1), {"per_rank": 4, "topk": 1}
+    x, ids, scales = tokens(random.Random(0), 5, PER_RANK)
+    ids, scales = ids[:, :1].contiguous(), scales[:, :1].contiguous()
+    torch.npu.synchronize()
+    group.send(0, 0, x, ids, **sizes)
+    hidden, shared, _, _, info, _, _ = group.receive(2, **sizes)
+    group.answer(2, hidden, shared, info, **{**sizes, **change})
+    fails(group.streams[2], "tp_size 2 after an" if "tp" in change else "was received with .* and is answered with")
+    group.answer(2, hidden, shared, info, **sizes)
+    assert host(group.streams[0], group.take(0, ids, scales, **sizes))[0].shape == (5, HIDDEN)
+
+
 def test_planted_faults_in_an_answer_are_seen_in_the_sum(cam: Any) -> None:
     """The comparison of the first test is able to fail: one row too few scaled, or rows in another order."""
     for plant in (lambda rows: rows.flip(0), lambda rows: torch.cat([rows[:1] * 2, rows[1:]])):
@@ -460,7 +513,7 @@ class P2p:
         self.kept.append(x)
         with torch.npu.stream(self.streams[rank]):
             return torch.ops.afd_ascend.e2a(
-                x, self.sizes, batch, HIDDEN, TOPK, self.ffn, self.attention, rank, self.name, 8
+                x, self.sizes, batch, x.shape[1], TOPK, self.ffn, self.attention, rank, self.name, 8
             )
 
     def leave(self) -> None:
@@ -524,6 +577,14 @@ def test_a2e_and_e2a_of_a_rank_take_turns(p2p: Any) -> None:
     group.a2e(1, x)
     group.a2e(1, x)
     fails(group.streams[1], "calls a2e again before the e2a of the last one")
+
+
+@pytest.mark.parametrize("shape", [(3, HIDDEN), (2, 64)])
+def test_an_e2a_of_other_sizes_than_its_a2e_is_an_error(p2p: Any, shape: tuple[int, int]) -> None:
+    group = p2p(1, 1)
+    group.a2e(1, rows_of(1, 0, 2))
+    group.e2a(1, torch.zeros(shape, dtype=torch.bfloat16, device="npu"))
+    fails(group.streams[1], f"{shape[0]} rows, hidden_size {shape[1]}, expert_rank_size 1 after an a2e of 2, 32, 1")
 
 
 def test_unequal_batches_on_one_ffn_rank_are_an_error(p2p: Any) -> None:

@@ -28,7 +28,8 @@
 // * dispatch_send keeps its counts where combine_recv reads them: on an Attention rank the two take turns. CANN returns
 //   wrong rows or spins for ever otherwise, here it is an error. So are: layers of a DP group's ranks that differ, a
 //   layer that neither stays, nor is the next, nor the first one again (umdk_cam.layer_order), expert_ids of another
-//   dispatch, an item that is answered twice or never was, an item that does not fit.
+//   dispatch, an item that is answered twice or never was, an item that does not fit, and sizes that differ among the
+//   four calls of an item.
 // Left out: dynamic_quant 1, items received in several pieces, tensors that need gradients. Each is refused by name.
 #include <array>
 #include <cstdlib>
@@ -52,15 +53,20 @@ const Limit kHiddenLimit("umdk_cam.hidden");
 const Limit kLayerOrder("umdk_cam.layer_order");
 
 struct World {
-  int64_t hidden, topk, ffn, attention, experts, rank;  // experts: routed ones of one FFN rank
+  int64_t hidden, topk, ffn, attention, experts;  // experts: routed ones of one FFN rank
 
   int64_t slots() const { return experts + 1; }  // the shared expert first
-  int64_t ffn_index() const { return rank - attention; }
+  bool operator==(const World&) const = default;
 };
+std::ostream& operator<<(std::ostream& out, const World& w) {
+  return out << "hidden_size " << w.hidden << ", top_k " << w.topk << ", expert_rank_size " << w.ffn
+             << ", attention_rank_size " << w.attention << ", expert_per_rank " << w.experts;
+}
 
-// What a message of either direction begins with; the counts of `slots` and the rows follow.
+// What a message of either direction begins with; the counts of its world's slots and the rows follow.
 struct Header {
-  int64_t layer, hidden, topk, slots, tp, max_seq_len, before, element, rows;
+  World world;
+  int64_t layer, tp, max_seq_len, before, element, rows;
 };
 
 struct Message {
@@ -78,7 +84,7 @@ struct Message {
   static Message unpack(const std::vector<char>& bytes) {
     Message m;
     std::memcpy(&m.header, bytes.data(), sizeof m.header);
-    m.counts.resize(m.header.slots);
+    m.counts.resize(m.header.world.slots());
     std::memcpy(m.counts.data(), bytes.data() + sizeof m.header, m.counts.size() * sizeof(int64_t));
     m.rows.assign(bytes.begin() + sizeof m.header + m.counts.size() * sizeof(int64_t), bytes.end());
     return m;
@@ -87,7 +93,8 @@ struct Message {
 
 // A dispatch whose combine_recv has not run.
 struct Dispatch {
-  int64_t layer;
+  int64_t layer, batch_size;
+  World world;
   std::vector<int32_t> expert_ids;
   std::vector<std::vector<int64_t>> counts;  // by FFN rank
 };
@@ -99,11 +106,17 @@ struct Rank {
   std::optional<Dispatch> outstanding;
   int64_t first_layer = -1, last_layer = -1;
   // On FFN, by DP group.
+  struct Item {
+    World world;
+    int64_t max_seq_len;
+    std::vector<int64_t> info;
+  };
   struct Source {
     uint64_t items = 0;
-    std::optional<std::vector<int64_t>> unanswered;  // batch_info
+    std::optional<Item> unanswered;
   };
   std::vector<Source> sources;
+  int64_t tp = 0;
   size_t next = 0;
 };
 States<Rank>& states() {
@@ -111,8 +124,8 @@ States<Rank>& states() {
   return *all;
 }
 
-std::shared_ptr<Group> group_for(const char* op, c10::string_view name, const World& world) {
-  const auto group = group_of(op, name, world.rank);
+std::shared_ptr<Group> group_for(const char* op, c10::string_view name, const World& world, int64_t rank) {
+  const auto group = group_of(op, name, rank);
   TORCH_CHECK(group->size == world.attention + world.ffn, op, ": the group has ", group->size, " ranks, not ",
               world.attention, " + ", world.ffn);
   return group;
@@ -142,8 +155,8 @@ Tensor dispatch_send(const Tensor& x, const Tensor& expert_ids, const Tensor&, i
                      int64_t batch_size, int64_t hidden_size, int64_t top_k, int64_t expert_rank_size,
                      int64_t attention_rank_size, int64_t expert_per_rank, int64_t rank, int64_t, int64_t layer_index,
                      int64_t tp_size, int64_t, c10::string_view group_name) {
-  const World world{hidden_size, top_k, expert_rank_size, attention_rank_size, expert_per_rank, rank};
-  const auto group = group_for(kDispatchSend, group_name, world);
+  const World world{hidden_size, top_k, expert_rank_size, attention_rank_size, expert_per_rank};
+  const auto group = group_for(kDispatchSend, group_name, world, rank);
   Rank& state = states().of(*group);
   const OneAtATime alone(kDispatchSend, state.mutex);
   TORCH_CHECK(!state.outstanding.has_value(), kDispatchSend, ": rank ", rank, " of the group '", group->name,
@@ -167,7 +180,7 @@ Tensor dispatch_send(const Tensor& x, const Tensor& expert_ids, const Tensor&, i
                    world.ffn * world.experts - 1);
     to[id[i] / world.experts][1 + id[i] % world.experts].push_back(i / top_k);
   }
-  Dispatch dispatch{layer_index, std::vector<int32_t>(id, id + ids.numel()), {}};
+  Dispatch dispatch{layer_index, batch_size, world, std::vector<int32_t>(id, id + ids.numel()), {}};
   int64_t before = 0;
   for (int64_t m = 0; m < world.ffn; ++m) {
     Message message;
@@ -176,10 +189,8 @@ Tensor dispatch_send(const Tensor& x, const Tensor& expert_ids, const Tensor&, i
       message.header.rows += static_cast<int64_t>(rows.size());
       for (const int64_t token : rows) append(&message.rows, row(tokens, token), bytes);
     }
-    message.header = {layer_index,
-                      hidden_size,
-                      top_k,
-                      world.slots(),
+    message.header = {world,
+                      layer_index,
                       tp_size,
                       max_seq_len,
                       before,
@@ -242,11 +253,16 @@ std::vector<Tensor> dispatch_recv(const Tensor& x, const Tensor&, int64_t, int64
                                   int64_t top_k, int64_t expert_rank_size, int64_t attention_rank_size,
                                   int64_t expert_per_rank, int64_t rank, int64_t, int64_t tp_size, int64_t,
                                   c10::string_view group_name) {
-  const World world{hidden_size, top_k, expert_rank_size, attention_rank_size, expert_per_rank, rank};
-  const auto group = group_for(kDispatchRecv, group_name, world);
+  const World world{hidden_size, top_k, expert_rank_size, attention_rank_size, expert_per_rank};
+  const auto group = group_for(kDispatchRecv, group_name, world, rank);
   Rank& state = states().of(*group);
   const OneAtATime alone(kDispatchRecv, state.mutex);
-  state.sources.resize(attention_rank_size / tp_size);
+  const auto dp_groups = static_cast<size_t>(attention_rank_size / tp_size);
+  TORCH_CHECK(state.tp == 0 || (state.tp == tp_size && state.sources.size() == dp_groups), kDispatchRecv, ": ",
+              dp_groups, " DP groups of tp_size ", tp_size, " after ", state.sources.size(), " of ", state.tp,
+              "; rank ", rank, " of the group '", group->name, "' counts its items by them");
+  state.tp = tp_size;
+  state.sources.resize(dp_groups);
 
   std::vector<std::vector<Group::Message>> sets;
   std::vector<size_t> order;
@@ -271,13 +287,11 @@ std::vector<Tensor> dispatch_recv(const Tensor& x, const Tensor&, int64_t, int64
     const Header& h = item[t].header;
     TORCH_CHECK(h.layer == first.layer, kDispatchRecv, ": rank ", sets[chosen][t].source, " sends layer ", h.layer,
                 ", rank ", sets[chosen][0].source, " of the same DP group layer ", first.layer);
-    TORCH_CHECK(h.hidden == hidden_size && h.topk == top_k && h.slots == world.slots() && h.tp == tp_size &&
-                    h.max_seq_len == batch_size && h.element == static_cast<int64_t>(x.scalar_type()),
-                kDispatchRecv, ": rank ", sets[chosen][t].source,
-                " sent (hidden_size, top_k, expert_per_rank, tp_size, ", "max_seq_len, dtype) = (", h.hidden, ", ",
-                h.topk, ", ", h.slots - 1, ", ", h.tp, ", ", h.max_seq_len, ", ",
-                static_cast<at::ScalarType>(h.element), "), this rank has (", hidden_size, ", ", top_k, ", ",
-                expert_per_rank, ", ", tp_size, ", ", batch_size, ", ", x.scalar_type(), ")");
+    TORCH_CHECK(h.world == world && h.tp == tp_size && h.max_seq_len == batch_size &&
+                    h.element == static_cast<int64_t>(x.scalar_type()),
+                kDispatchRecv, ": rank ", sets[chosen][t].source, " sent with ", h.world, ", tp_size ", h.tp,
+                ", max_seq_len ", h.max_seq_len, ", ", static_cast<at::ScalarType>(h.element), "; rank ", rank,
+                " receives with ", world, ", tp_size ", tp_size, ", max_seq_len ", batch_size, ", ", x.scalar_type());
   }
 
   std::vector<Tensor> results = recv_results(x, world, tp_size);
@@ -300,26 +314,33 @@ std::vector<Tensor> dispatch_recv(const Tensor& x, const Tensor&, int64_t, int64
   std::copy(info.begin(), info.end(), results[4].mutable_data_ptr<int64_t>());
   std::copy(counts.begin() + 1, counts.end(), results[5].mutable_data_ptr<int64_t>());
   *results[6].mutable_data_ptr<int64_t>() = counts[0];
-  state.sources[from].unanswered = std::move(info);
+  state.sources[from].unanswered = Rank::Item{world, batch_size, std::move(info)};
   return results;
 }
 
 // ---------------------------------------------------------------------------------------------- combine_send
 
 Tensor combine_send(const Tensor& expand_x, const Tensor& expand_x_shared, const Tensor&, const Tensor& batch_info,
-                    int64_t, int64_t, int64_t hidden_size, int64_t top_k, int64_t expert_rank_size,
+                    int64_t, int64_t batch_size, int64_t hidden_size, int64_t top_k, int64_t expert_rank_size,
                     int64_t attention_rank_size, int64_t expert_per_rank, int64_t rank, int64_t, int64_t tp_size,
                     c10::string_view group_name) {
-  const World world{hidden_size, top_k, expert_rank_size, attention_rank_size, expert_per_rank, rank};
-  const auto group = group_for(kCombineSend, group_name, world);
+  const World world{hidden_size, top_k, expert_rank_size, attention_rank_size, expert_per_rank};
+  const auto group = group_for(kCombineSend, group_name, world, rank);
   Rank& state = states().of(*group);
   const OneAtATime alone(kCombineSend, state.mutex);
   const Tensor dense_info = batch_info.contiguous();
   const std::vector<int64_t> info(data<int64_t>(dense_info), data<int64_t>(dense_info) + dense_info.numel());
+  TORCH_CHECK(state.tp == 0 || state.tp == tp_size, kCombineSend, ": tp_size ", tp_size, " after an ", kDispatchRecv,
+              " with ", state.tp);
   const auto source = static_cast<size_t>(info[1]) / tp_size;
-  TORCH_CHECK(source < state.sources.size() && state.sources[source].unanswered == info, kCombineSend,
-              ": expert_token_nums says layer ", info[2], " of rank ", info[1], ", and no such item of rank ", rank,
+  const Rank::Item* item =
+      source < state.sources.size() && state.sources[source].unanswered ? &*state.sources[source].unanswered : nullptr;
+  TORCH_CHECK(item != nullptr && item->info == info, kCombineSend, ": expert_token_nums says layer ", info[2],
+              " of rank ", info[1], ", and no such item of rank ", rank,
               " waits for an answer; give each item's own batch_info, once");
+  TORCH_CHECK(item->world == world && item->max_seq_len == batch_size, kCombineSend, ": the item of layer ", info[2],
+              " was received with ", item->world, ", batch_size ", item->max_seq_len, " and is answered with ", world,
+              ", batch_size ", batch_size);
 
   const int64_t* counts = info.data() + kInfo + tp_size;  // of the rank t: slots() from counts + t * slots()
   int64_t routed = 0, shared = 0;
@@ -345,15 +366,8 @@ Tensor combine_send(const Tensor& expand_x, const Tensor& expand_x_shared, const
     }
   const std::string what = c10::str("c", state.sources[source].items - 1);
   for (int64_t t = 0; t < tp_size; ++t) {
-    answers[t].header = {info[2],
-                         hidden_size,
-                         top_k,
-                         world.slots(),
-                         tp_size,
-                         0,
-                         0,
-                         static_cast<int64_t>(rows.scalar_type()),
-                         answers[t].header.rows};
+    answers[t].header = {
+        world, info[2], tp_size, batch_size, 0, static_cast<int64_t>(rows.scalar_type()), answers[t].header.rows};
     const std::vector<char> packed = answers[t].pack();
     group->put(static_cast<uint32_t>(info[1] + t), what, packed.data(), packed.size());
   }
@@ -367,13 +381,16 @@ Tensor combine_recv(const Tensor& expand_x, const Tensor& expert_ids, const Tens
                     int64_t, int64_t batch_size, int64_t hidden_size, int64_t top_k, int64_t expert_rank_size,
                     int64_t attention_rank_size, int64_t expert_per_rank, int64_t rank, int64_t,
                     c10::string_view group_name) {
-  const World world{hidden_size, top_k, expert_rank_size, attention_rank_size, expert_per_rank, rank};
-  const auto group = group_for(kCombineRecv, group_name, world);
+  const World world{hidden_size, top_k, expert_rank_size, attention_rank_size, expert_per_rank};
+  const auto group = group_for(kCombineRecv, group_name, world, rank);
   Rank& state = states().of(*group);
   const OneAtATime alone(kCombineRecv, state.mutex);
   TORCH_CHECK(state.outstanding.has_value(), kCombineRecv, ": rank ", rank, " of the group '", group->name,
               "' has dispatched nothing that is not received yet");
   const Dispatch& dispatch = *state.outstanding;
+  TORCH_CHECK(dispatch.world == world && dispatch.batch_size == batch_size, kCombineRecv, ": layer ", dispatch.layer,
+              " was dispatched with ", dispatch.world, ", batch_size ", dispatch.batch_size, " and is received with ",
+              world, ", batch_size ", batch_size);
   const Tensor ids = expert_ids.contiguous(), scales = expert_scales.contiguous();
   const int32_t* id = data<int32_t>(ids);
   TORCH_CHECK(std::equal(id, id + ids.numel(), dispatch.expert_ids.begin(), dispatch.expert_ids.end()), kCombineRecv,
@@ -390,7 +407,7 @@ Tensor combine_recv(const Tensor& expand_x, const Tensor& expert_ids, const Tens
     answers.push_back(Message::unpack(group->take(expected[m].source, what)));
     Message& answer = answers.back();
     TORCH_CHECK(answer.header.layer == dispatch.layer && answer.counts == dispatch.counts[m] &&
-                    answer.header.hidden == hidden_size &&
+                    answer.header.world == world &&
                     answer.header.element == static_cast<int64_t>(expand_x.scalar_type()),
                 kCombineRecv, ": FFN rank ", expected[m].source, " answers layer ", answer.header.layer, " in ",
                 static_cast<at::ScalarType>(answer.header.element), ", expected layer ", dispatch.layer, " in ",
@@ -423,15 +440,16 @@ Tensor combine_recv(const Tensor& expand_x, const Tensor& expert_ids, const Tens
 
 // ---------------------------------------------------------------------------------------------- what is refused
 
-void check_world(const char* op, const World& world, int64_t world_size, const Tensor& comm_args, bool on_ffn) {
+void check_world(const char* op, const World& world, int64_t rank, int64_t world_size, const Tensor& comm_args,
+                 bool on_ffn) {
   SOFTNPU_EXPECT(world.ffn > 0 && world.attention > 0 && world.experts > 0, op,
                  "expert_rank_size, attention_rank_size, expert_per_rank",
                  c10::str(world.ffn, ", ", world.attention, ", ", world.experts), "more than 0");
   SOFTNPU_EXPECT(world_size == world.ffn + world.attention, op, "world_size", world_size,
                  "attention_rank_size + expert_rank_size, ", world.attention, " + ", world.ffn);
   const int64_t first = on_ffn ? world.attention : 0, last = on_ffn ? world_size - 1 : world.attention - 1;
-  SOFTNPU_EXPECT(world.rank >= first && world.rank <= last, op, "rank", world.rank, on_ffn ? "an FFN" : "an Attention",
-                 " rank, ", first, " to ", last);
+  SOFTNPU_EXPECT(rank >= first && rank <= last, op, "rank", rank, on_ffn ? "an FFN" : "an Attention", " rank, ", first,
+                 " to ", last);
   SOFTNPU_EXPECT(world.topk > 0 && world.topk <= world.ffn * world.experts, op, "top_k", world.topk, "1 to ",
                  world.ffn * world.experts, ", the number of experts");
   SOFTNPU_EXPECT(world.hidden > 0 && (world.hidden % kHiddenMultiple == 0 || kHiddenLimit.waived()), op, "hidden_size",
@@ -463,8 +481,8 @@ Tensor dispatch_send_meta(const Tensor& x, const Tensor& expert_ids, const Tenso
                           int64_t expert_rank_size, int64_t attention_rank_size, int64_t expert_per_rank, int64_t rank,
                           int64_t world_size, int64_t layer_index, int64_t tp_size, int64_t dynamic_quant,
                           c10::string_view) {
-  const World world{hidden_size, top_k, expert_rank_size, attention_rank_size, expert_per_rank, rank};
-  check_world(kDispatchSend, world, world_size, comm_args, false);
+  const World world{hidden_size, top_k, expert_rank_size, attention_rank_size, expert_per_rank};
+  check_world(kDispatchSend, world, rank, world_size, comm_args, false);
   check_tp(kDispatchSend, world, tp_size, max_seq_len, dynamic_quant);
   check_floating(kDispatchSend, "x", x);
   SOFTNPU_EXPECT(batch_size > 0 && batch_size <= std::min(max_seq_len / tp_size, kMostTokens), kDispatchSend,
@@ -481,8 +499,8 @@ std::vector<Tensor> dispatch_recv_meta(const Tensor& x, const Tensor& comm_args,
                                        int64_t hidden_size, int64_t top_k, int64_t expert_rank_size,
                                        int64_t attention_rank_size, int64_t expert_per_rank, int64_t rank,
                                        int64_t world_size, int64_t tp_size, int64_t dynamic_quant, c10::string_view) {
-  const World world{hidden_size, top_k, expert_rank_size, attention_rank_size, expert_per_rank, rank};
-  check_world(kDispatchRecv, world, world_size, comm_args, true);
+  const World world{hidden_size, top_k, expert_rank_size, attention_rank_size, expert_per_rank};
+  check_world(kDispatchRecv, world, rank, world_size, comm_args, true);
   check_tp(kDispatchRecv, world, tp_size, batch_size, dynamic_quant);
   check_floating(kDispatchRecv, "x", x);
   SOFTNPU_EXPECT(x.numel() == 1, kDispatchRecv, "x", x.sizes(), "one element that says the dtype");
@@ -493,8 +511,8 @@ Tensor combine_send_meta(const Tensor& expand_x, const Tensor& expand_x_shared, 
                          const Tensor& expert_token_nums, int64_t, int64_t batch_size, int64_t hidden_size,
                          int64_t top_k, int64_t expert_rank_size, int64_t attention_rank_size, int64_t expert_per_rank,
                          int64_t rank, int64_t world_size, int64_t tp_size, c10::string_view) {
-  const World world{hidden_size, top_k, expert_rank_size, attention_rank_size, expert_per_rank, rank};
-  check_world(kCombineSend, world, world_size, comm_args, true);
+  const World world{hidden_size, top_k, expert_rank_size, attention_rank_size, expert_per_rank};
+  check_world(kCombineSend, world, rank, world_size, comm_args, true);
   check_tp(kCombineSend, world, tp_size, batch_size, 0);
   check_floating(kCombineSend, "expand_x", expand_x);
   SOFTNPU_EXPECT(expand_x_shared.scalar_type() == expand_x.scalar_type(), kCombineSend, "expand_x_shared's dtype",
@@ -515,8 +533,8 @@ Tensor combine_recv_meta(const Tensor& expand_x, const Tensor& expert_ids, const
                          const Tensor& comm_args, int64_t, int64_t batch_size, int64_t hidden_size, int64_t top_k,
                          int64_t expert_rank_size, int64_t attention_rank_size, int64_t expert_per_rank, int64_t rank,
                          int64_t world_size, c10::string_view) {
-  const World world{hidden_size, top_k, expert_rank_size, attention_rank_size, expert_per_rank, rank};
-  check_world(kCombineRecv, world, world_size, comm_args, false);
+  const World world{hidden_size, top_k, expert_rank_size, attention_rank_size, expert_per_rank};
+  check_world(kCombineRecv, world, rank, world_size, comm_args, false);
   check_floating(kCombineRecv, "expand_x", expand_x);
   SOFTNPU_EXPECT(expand_x.numel() == 1, kCombineRecv, "expand_x", expand_x.sizes(), "one element that says the dtype");
   SOFTNPU_EXPECT(batch_size > 0 && batch_size <= kMostTokens, kCombineRecv, "batch_size", batch_size, "1 to ",

@@ -29,9 +29,9 @@ constexpr auto kA2e = "a2e", kE2a = "e2a";
 
 struct Transfers {
   std::mutex mutex;
-  uint64_t done = 0;     // round trips
-  bool between = false;  // a2e was, e2a was not
-  int64_t rows = 0;      // what the a2e of this round trip had
+  uint64_t done = 0;                          // round trips
+  bool between = false;                       // a2e was, e2a was not
+  int64_t rows = 0, hidden = 0, experts = 0;  // what the a2e of this round trip had
 };
 States<Transfers>& states() {
   static auto* all = new States<Transfers>;  // never destroyed: a stream's thread may outlive static objects
@@ -103,6 +103,8 @@ std::vector<Tensor> a2e(const Tensor& x, const OptionalTensor&, const OptionalTe
   std::vector<Tensor> results = a2e_results(x, batch_size, hidden_size, topk, world);
   const std::string what = c10::str("a", state.done);
   state.rows = world.is_ffn() ? batch_size : x.size(0);
+  state.hidden = hidden_size;
+  state.experts = world.experts;
   if (world.is_ffn()) {
     std::vector<Group::Message> expected;
     for (const uint32_t sender : world.senders()) expected.push_back({sender, what});
@@ -128,7 +130,9 @@ Tensor e2a(const Tensor& expand_x, const Tensor&, int64_t batch_size, int64_t hi
   const OneAtATime alone(kE2a, state.mutex);
   take_turns(kE2a, state, *group, world, true);
   const int64_t asked = world.is_ffn() ? batch_size : expand_x.size(0);
-  TORCH_CHECK(asked == state.rows, kE2a, ": ", asked, " rows after an a2e of ", state.rows);
+  TORCH_CHECK(asked == state.rows && hidden_size == state.hidden && world.experts == state.experts, kE2a, ": ", asked,
+              " rows, hidden_size ", hidden_size, ", expert_rank_size ", world.experts, " after an a2e of ", state.rows,
+              ", ", state.hidden, ", ", state.experts);
   const std::string what = c10::str("e", state.done);
   Tensor result = poison(world.is_ffn() ? at::IntArrayRef{1, 1} : at::IntArrayRef{expand_x.size(0), hidden_size},
                          expand_x.options());

@@ -156,12 +156,18 @@ def test_afd_without_afd_says_so():
     assert any('no additional_config["afd"]' in reason for reason in modes_engine("afd")["reasons"])
 
 
+def entered_settings(slots, drafts):
+    """All settings of an engine that the plugin works in, as they travel to its workers."""
+    given = {"mode": "colocated", "slots": slots, "drafts": drafts, "fence_timeout_s": 60.0}
+    return {**given, "executor": "stock", "tile_tokens": 2048}
+
+
 @pytest.mark.npu
 def test_colocated_from_the_environment_is_on_and_travels_in_the_configuration():
     engine = modes_engine("colocated")
     assert engine["active"], engine["reasons"]
     assert engine["worker"] == ADAPTED
-    assert engine["entered"] == {"mode": "colocated", "slots": 2, "drafts": 0, "fence_timeout_s": 60.0}
+    assert engine["entered"] == entered_settings(2, 0)
 
 
 @pytest.mark.npu
@@ -180,25 +186,22 @@ def test_engines_of_one_process_are_decided_on_one_by_one():
     names = ("off", "on", "off again", "on with three slots")
     assert [engine(name)["worker"] for name in names] == [NATIVE, ADAPTED, NATIVE, ADAPTED]
     entered = [engine(name)["entered"] for name in names]
-    assert entered[1] == {"mode": "colocated", "slots": 2, "drafts": 0, "fence_timeout_s": 60.0}
-    assert entered[3] == {"mode": "colocated", "slots": 3, "drafts": 0, "fence_timeout_s": 60.0}
+    assert entered[1] == entered_settings(2, 0)
+    assert entered[3] == entered_settings(3, 0)
 
 
 @pytest.mark.npu
 def test_drafts_are_those_of_the_real_speculative_configuration():
     found = engine("drafting")
     assert found["active"], found["reasons"]
-    assert found["entered"] == {"mode": "colocated", "slots": 2, "drafts": 2, "fence_timeout_s": 60.0}
+    assert found["entered"] == entered_settings(2, 2)
 
 
 @pytest.mark.npu
 def test_settings_that_cannot_be_read_end_the_configuration_in_vllms_own_words_too():
     found = engine("misspelt")
-    assert (
-        found["error"]
-        == "additional_config['afd_dsv4']: unknown 'slot'; known are mode, slots, drafts, fence_timeout_s, audit, executor, "
-        "tile_tokens"
-    )
+    known = "mode, slots, drafts, fence_timeout_s, audit, executor, tile_tokens"
+    assert found["error"] == f"additional_config['afd_dsv4']: unknown 'slot'; known are {known}"
     assert found["error"] in found["raised"]
 
 

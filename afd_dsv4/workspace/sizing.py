@@ -17,6 +17,7 @@ from afd_dsv4.tail.rows import TailShape
 
 INT32 = 4
 INT64 = 8
+FAULT_BYTES: Final = 4096
 
 #: Kinds that share memory for staging rows: a layer has one ratio, and launches of another layer are ordered behind it.
 AREAS: Final = ((CompressorKind.C4, CompressorKind.C128), (CompressorKind.C4_INDEXER,))
@@ -52,9 +53,13 @@ def carried_rows(kind: CompressorKind, limit: int, max_num_batched_tokens: int) 
     return kind.ratio if kind.overlap and limit < max_num_batched_tokens else 0
 
 
-def unnormed_rows(kind: CompressorKind, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """Rows [D] float32 that `compress` leaves behind the staging rows for its second kernel; C4 has one kernel only."""
-    return 0 if kind.overlap else min(max_num_batched_tokens, max_num_batched_tokens // kind.ratio + max_num_seqs)
+def kernel_bytes(kind: CompressorKind, limit: int, max_num_seqs: int, head_dim: int) -> int:
+    """Bytes that the kernels of one tile leave behind its staging rows, `afd_dsv4_workspace_bytes_*` of kernels.h.
+
+    Their faults; and for C128, whose windows are normed by a second kernel, a float32 row of each.
+    """
+    rows = 0 if kind.overlap else min(limit, limit // kind.ratio + max_num_seqs)
+    return FAULT_BYTES + rows * head_dim * FP32_BYTES
 
 
 def staging_areas(
@@ -71,7 +76,7 @@ def staging_areas(
     for kinds in AREAS:
         needs = [
             (limit + carried_rows(kind, limit, max_num_batched_tokens)) * geometry.row_bytes(kind)
-            + unnormed_rows(kind, max_num_seqs, max_num_batched_tokens) * geometry.head_dim * FP32_BYTES
+            + kernel_bytes(kind, limit, max_num_seqs, geometry.head_dim)
             for kind in kinds
             if geometry.layers_of(kind)
         ]

@@ -60,25 +60,25 @@ def test_the_stock_executor_has_no_staging_rows_and_the_afd_executor_adds_nothin
 
 
 def test_whole_chunks_stage_all_rows_of_a_layer_and_tiles_stage_as_many_at_any_chunk() -> None:
-    whole = 32768 * (8192 + 2048)  # C128's rows of 4,096 bytes, and 2,048 a window, lie where C4's do
-    assert afd_rows(32768, 32768) == afd_rows(32768, 1 << 20) == whole == 320 << 20
-    tile = (2048 + 4) * (8192 + 2048)  # and the 4 rows of the window before
-    assert [afd_rows(tokens, 2048) for tokens in (2049, 32768, 131072)] == [tile] * 3
+    # C128's rows of 4,096 bytes, and 2,048 a window, lie where C4's do; each area has the faults of its kernels.
+    whole = 32768 * (8192 + 2048) + 2 * 4096
+    assert afd_rows(32768, 32768) == afd_rows(32768, 1 << 20) == whole == (320 << 20) + 8192
+    tile = (2048 + 4) * (8192 + 2048) + 2 * 4096  # and the 4 rows of the window before
+    assert [afd_rows(tokens, 2048) for tokens in (2049, 32768, 1 << 20)] == [tile] * 3
     assert tile < 24 << 20
 
 
-def test_where_windows_of_c128_leave_more_behind_than_rows_of_c4_take_that_is_what_counts() -> None:
-    kinds = {4: 8192, 128: 4096}
+def test_a_model_of_c128_alone_stages_its_rows_and_one_more_for_each_window_and_request() -> None:
     one = replace(FLASH, num_layers=1, compress_ratios=(128,))
-    sizes = size_workspace(one, LAYOUT, max_num_seqs=3, max_num_batched_tokens=4096, slots=1, tile_tokens=128)
-    assert sizes.rows_bytes == 128 * kinds[128] + (4096 // 128 + 3) * 2048
-    long = (1 << 20) // 128 + 4
-    assert afd_rows(1 << 20, 128) == 128 * kinds[128] + long * 2048 + 132 * 2048
+    sizes = size_workspace(one, LAYOUT, max_num_seqs=3, max_num_batched_tokens=4096, slots=1, tile_tokens=256)
+    assert sizes.rows_bytes == 256 * 4096 + 4096 + (256 // 128 + 3) * 2048
+    sizes = size_workspace(one, LAYOUT, max_num_seqs=500, max_num_batched_tokens=400, slots=1, tile_tokens=256)
+    assert sizes.rows_bytes == 400 * 4096 + 4096 + 400 * 2048
 
 
 def test_a_batch_of_decodes_with_drafts_is_one_tile() -> None:
-    assert afd_rows(32768, 128, seqs=100, drafts=2) == (300 + 4) * 10240
-    assert afd_rows(256, 128, seqs=100, drafts=2) == 256 * 10240  # a batch cannot be larger than that
+    assert afd_rows(32768, 128, seqs=100, drafts=2) == (300 + 4) * 10240 + 8192
+    assert afd_rows(256, 128, seqs=100, drafts=2) == 256 * 10240 + 8192  # a batch cannot be larger than that
 
 
 @pytest.mark.parametrize("times", [2, 4])

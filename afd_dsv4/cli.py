@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
-"""The command `afd-dsv4`: `plan` says what a prompt needs, `evidence` runs the demonstration, `trace` judges a run,
-`compat` compares a stack with what the plugin was written against.
+"""The command `afd-dsv4`: `plan` says what a prompt needs, `doctor` why a queue stands still, `evidence` runs the
+demonstration, `trace` judges a run, `compat` compares a stack with what the plugin was written against.
 
 Problem: whether a long prompt will ever start is decided by numbers spread over two code bases, and asking a server
 costs a model load.
-Way: `plan` is arithmetic only, `trace` reads one file, `compat` reads sources; none imports torch or vLLM. Whatever
-is wrong with the input, or with the place that the answer goes to, becomes one line on stderr (what, found, remedy) and
-exit status 2. A reader that has left (`| head`) is nobody's mistake: the command ends silently with the status that
-SIGPIPE would give.
+Way: `plan` is arithmetic only, `trace` reads one file, `compat` and `doctor` read sources; none imports torch or vLLM.
+Whatever is wrong with the input, or with the place that the answer goes to, becomes one line on stderr (what, found,
+remedy) and exit status 2. A reader that has left (`| head`) is nobody's mistake: the command ends silently with the
+status that SIGPIPE would give.
 Not here: the arithmetic (`admission.py`, `workspace/sizing.py`), the judgement (`workspace/order.py`), the comparison
 (`compat/check.py`), and the run (`evidence/run.py`), which is imported only when it is asked for.
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from afd_dsv4 import __version__
-from afd_dsv4.admission import GIB, GROUP_NAMES, Admission, KvPlan, SchedulerLimits, admit, kv_plan
+from afd_dsv4.admission import GIB, GROUP_NAMES, NULL_BLOCKS, Admission, KvPlan, SchedulerLimits, admit, kv_plan
 from afd_dsv4.config import DEFAULT_SLOTS
 from afd_dsv4.geometry import (
     DEFAULT_STACK,
@@ -80,13 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             from afd_dsv4.evidence.run import main as evidence  # heavy: torch and, mostly, a whole software NPU
 
             return evidence(options)
-        return {"trace": _trace, "compat": _compat, "plan": _plan}[options.command](options)
+        return {"trace": _trace, "compat": _compat, "plan": _plan, "doctor": _doctor}[options.command](options)
     except InputError as error:
         _complain(error)
         return EXIT_BAD_INPUT
 
 
-def _complain(error: InputError) -> None:
+def _complain(error: InputError | str) -> None:
     if sys.stderr is None:  # closed before the start; print would take stdout instead
         return
     try:
@@ -133,7 +133,7 @@ def _discard(stream: TextIO) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="afd-dsv4", description="Bounded compressor state for DeepSeek-V4 on Ascend.")
     parser.add_argument("--version", action="version", version=f"afd-dsv4 {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{plan,evidence,trace,compat}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{plan,doctor,evidence,trace,compat}")
 
     plan = commands.add_parser(
         "plan",
@@ -165,6 +165,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--slots", type=_count, default=DEFAULT_SLOTS, metavar="N", help="workspace slots (default 2)")
     plan.add_argument("--stack", default=DEFAULT_STACK, metavar="NAME", help=f"default {DEFAULT_STACK}")
     plan.add_argument("--json", action="store_true", help="machine-readable answer")
+
+    _add_doctor(commands)
 
     evidence = commands.add_parser("evidence", help="measure the claim on this machine")
     evidence.add_argument("--device", choices=("auto", "npu", "softnpu"), default="auto", help="default auto")
@@ -222,6 +224,70 @@ def _parser() -> argparse.ArgumentParser:
         )
         action.add_argument("--stack", metavar="NAME", help="the stack it is taken for")
     return parser
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="what is installed, what stands in the way, and why a queue stands still",
+        description="Says what is installed, which plugins load and what they replace, what the gate decides, and what "
+        "the plugin would take; and from a metrics page, a log or single numbers why requests wait. Nothing of vLLM is "
+        "imported. Exit status 0: no problem; 1: at least one; 2: an input was refused, and the rest is said all the "
+        "same.",
+    )
+    doctor.add_argument("--metrics", metavar="FILE", help="what the server's /metrics prints; - for standard input")
+    doctor.add_argument("--log", metavar="FILE", help="what the server writes; - for standard input")
+    doctor.add_argument("--config", metavar="FILE", help="JSON object with options of `vllm serve`, by their names")
+    doctor.add_argument("--json", action="store_true", help="machine-readable answer")
+    doctor.add_argument("--model", metavar="flash|pro|CONFIG.json", help="preset, or a Hugging Face config")
+    doctor.add_argument("--prompt-tokens", type=_count, metavar="N", help="tokens of the prompt that waits")
+    doctor.add_argument("--max-num-batched-tokens", type=_count, metavar="N", help="most tokens of a step")
+    doctor.add_argument("--block-size", type=_count, metavar="32|64|128", help="that was asked for")
+    memory = doctor.add_mutually_exclusive_group()
+    memory.add_argument("--num-gpu-blocks", type=_count, metavar="N", help="KV blocks of one engine, as its log says")
+    memory.add_argument("--free-blocks", type=_count_or_zero, metavar="N", help="the same, less the null block")
+    memory.add_argument("--hbm-gib", type=_gib, metavar="X", help="GiB a rank for the KV cache and the plugin together")
+    doctor.add_argument("--max-num-seqs", type=_count, metavar="N", help="vLLM's --max-num-seqs")
+    doctor.add_argument("--max-model-len", type=_count, metavar="N", help="vLLM's --max-model-len")
+    doctor.add_argument(
+        "--async-scheduling", action=argparse.BooleanOptionalAction, help="whether two batches are in flight"
+    )
+    doctor.add_argument("--slots", type=_count, metavar="N", help="workspace slots")
+    doctor.add_argument(
+        "--stack", metavar="NAME", help=f"whose pages are counted (default: installed, {DEFAULT_STACK})"
+    )
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from afd_dsv4.doctor import Given, diagnose
+    from afd_dsv4.doctor.facts import Server
+
+    blocks = options.num_gpu_blocks
+    if options.free_blocks is not None:
+        blocks = options.free_blocks + NULL_BLOCKS
+    given = Given(
+        metrics=options.metrics,
+        log=options.log,
+        config=options.config,
+        model=options.model,
+        server=Server(
+            block_size=options.block_size,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            async_scheduling=options.async_scheduling,
+            num_blocks=blocks,
+        ),
+        prompt_tokens=options.prompt_tokens,
+        hbm_gib=options.hbm_gib,
+        slots=options.slots,
+        stack=options.stack,
+    )
+    report = diagnose(given, os.environ, _model)
+    _answer(json.dumps(report.as_dict(), indent=2) if options.json else str(report))
+    for error in report.errors:
+        _complain(error)
+    return report.status
 
 
 def _plan(options: argparse.Namespace) -> int:

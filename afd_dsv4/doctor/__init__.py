@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""The command `afd-dsv4 doctor`: what is installed, what stands in the way, and why a queue stands still.
+
+Problem: an operator whose requests wait for capacity at 0 % usage is told nothing by anybody; and whoever asks for help
+is asked for versions, plugins and settings first.
+Way: a page of answers that is always printed, from the standard library and sources read as text: a broken vLLM cannot
+break it. A metrics page, a log, a JSON of options and single numbers may be given, in any combination; the more is
+given, the more exact the diagnosis. An input that is refused is named, and costs only what it would have said.
+`facts.py` holds the words, `metrics.py` and `logs.py` read, `machine.py` and `planned.py` look at what is installed and
+configured, `queue.py` explains, `report.py` writes.
+Not here: repairing anything, asking a server, and drivers, CANN or devices.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from afd_dsv4.admission import GIB
+from afd_dsv4.config import DEFAULT_SLOTS, Mode
+from afd_dsv4.doctor import logs, machine, metrics, planned, queue
+from afd_dsv4.doctor.facts import Finding, Server, Severity, first_known
+from afd_dsv4.doctor.report import EXIT_BAD_INPUT, EXIT_PROBLEMS, Report
+from afd_dsv4.geometry import DEFAULT_STACK, STACKS, InputError, ModelGeometry, PageLayout, page_layout, preset
+
+__all__ = ["EXIT_BAD_INPUT", "EXIT_PROBLEMS", "Given", "Report", "diagnose"]
+
+#: Bytes of an input that are read: a scrape is smaller than this, a log may be cut in its middle.
+MOST_BYTES: Final = 32 << 20
+_HEAD: Final = 8 << 20
+STDIN: Final = "-"
+
+_Read = TypeVar("_Read")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the operator gives; None is nothing.
+
+    Attributes:
+        metrics, log, config: names of files, `-` for standard input.
+        model: preset, or path of a config.json.
+        server: numbers.
+        prompt_tokens: of the prompt that is asked about.
+        hbm_gib: GiB a rank for the KV cache and all that the plugin reserves.
+        slots: workspace slots.
+        stack: name of the stack whose pages are counted.
+    """
+
+    metrics: str | None = None
+    log: str | None = None
+    config: str | None = None
+    model: str | None = None
+    server: Server = field(default_factory=Server)
+    prompt_tokens: int | None = None
+    hbm_gib: float | None = None
+    slots: int | None = None
+    stack: str | None = None
+
+
+def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[[str], ModelGeometry]) -> Report:
+    """Look at everything.
+
+    Args:
+        given: by the operator.
+        environment: such as `os.environ`.
+        read_model: reads what `given.model` names.
+    """
+    errors: list[str] = []
+
+    def tried(what: Callable[[], _Read]) -> _Read | None:
+        try:
+            return what()
+        except InputError as error:
+            errors.append(" ".join(str(error).split()))
+            return None
+
+    found: list[Finding] = []
+    here = machine.survey(environment)
+    page = tried(lambda: metrics.parse(*_whole_text(given.metrics, "metrics"))) if given.metrics else None
+    log = tried(lambda: logs.parse(_text(given.log or "", "log", found), given.log or "")) if given.log else None
+    file = tried(lambda: planned.options_of(*_whole_text(given.config, "config"))) if given.config else None
+    if page and page.malformed:
+        found.append(_cut(given.metrics or "", page))
+    server = first_known(
+        [
+            ("given", given.server),
+            ("metrics", metrics.server(page) if page else Server()),
+            ("config", logs.server_of(file) if file else Server()),
+            ("log", log.server if log else Server()),
+        ]
+    )
+    taken: list[str] = []
+    geometry = tried(lambda: _geometry(given, server, read_model, taken))
+    layout = tried(lambda: _layout(given, here, server, geometry, taken))
+    options: Mapping[str, Any] = file if file is not None else log.options if log else {}
+    plan = planned.plan(
+        options,
+        here,
+        environment,
+        geometry,
+        max_num_batched_tokens=server.max_num_batched_tokens,
+        block_size=server.block_size,
+        max_num_seqs=server.max_num_seqs,
+    )
+    slots = given.slots or (plan.settings.slots if plan.settings else DEFAULT_SLOTS)
+    hbm = None if given.hbm_gib is None else int(given.hbm_gib * GIB)
+    case = tried(lambda: queue.case_of(server, geometry, layout, prompt=given.prompt_tokens, hbm=hbm, slots=slots))
+    if case and (given.prompt_tokens or server.engines or hbm):
+        taken += [f"asynchronous scheduling {'on' if queue.ASYNC_ASSUMED else 'off'}"] * (
+            server.async_scheduling is None
+        )
+        taken += [f"{queue.SEQS_ASSUMED} requests"] * (server.max_num_seqs is None)
+        taken += [f"longest sequence {case.max_model_len:,}, the model's"] * (server.max_model_len is None)
+    wanted = bool(plan.settings and plan.settings.mode is not Mode.OFF)
+    found += queue.findings(case, server)
+    found += log.findings if log else ()
+    found += _hits_of_a_log(log, server)
+    found += machine.findings(here, environment, wanted)
+    found += _gate(plan)
+    batch = server.max_num_batched_tokens
+    return Report(
+        machine=here,
+        planned=plan,
+        log_said=log.plugin if log else None,
+        server=server,
+        taken=tuple(taken),
+        sizes=case.sizes(batch) if case and batch else None,
+        findings=tuple(sorted(_once(found), key=lambda finding: finding.severity is Severity.NOTE)),
+        errors=tuple(errors),
+    )
+
+
+def _geometry(
+    given: Given, server: Server, read_model: Callable[[str], ModelGeometry], taken: list[str]
+) -> ModelGeometry | None:
+    """The model that was given, else the preset whose name is in the server's own."""
+    if given.model is not None:
+        return read_model(given.model)
+    name = re.search(r"deepseek-?v4[^/]*(flash|pro)", server.model or "", re.IGNORECASE)
+    if name is None:
+        return None
+    taken.append(f"{server.model} for the preset {name[1].lower()} (--model says otherwise)")
+    return preset(name[1].lower())
+
+
+def _layout(
+    given: Given, here: machine.Machine, server: Server, geometry: ModelGeometry | None, taken: list[str]
+) -> PageLayout | None:
+    if server.block_size is None:
+        return None
+    name = given.stack or (here.stack.name if here.stack and here.stack.name in STACKS else None)
+    if name is None:
+        name = DEFAULT_STACK
+        taken += [f"pages of {name}"] * (geometry is not None)
+    return page_layout(name, server.block_size)
+
+
+def _hits_of_a_log(log: logs.Log | None, server: Server) -> list[Finding]:
+    if log is None or log.hit_rate != 0 or server.queries is not None or not server.prefix_caching:
+        return []
+    return [
+        Finding(
+            "prefix-hits-zero-in-log",
+            Severity.NOTE,
+            "the log shows a prefix cache hit rate of 0.0 % after prompts were computed",
+            (
+                (
+                    "Whether they could have hit depends on their length, which the metrics page says: give it with "
+                    "--metrics."
+                ),
+            ),
+            (),
+            ("vllm-project/vllm-ascend#16270",),
+        )
+    ]
+
+
+def _gate(plan: planned.Planned) -> list[Finding]:
+    if plan.settings is None:
+        remedy = "correct the setting; a server started with it ends with the same line"
+        return [Finding("settings", Severity.PROBLEM, plan.error or "settings cannot be read", (), (remedy,))]
+    if plan.decision is None or not plan.decision.refused:
+        return []
+    return [
+        Finding(
+            "gate-refuses",
+            Severity.PROBLEM,
+            f"mode {plan.settings.mode.value!r} is refused, and native code would serve",
+            (),
+            plan.decision.reasons,
+        )
+    ]
+
+
+def _cut(name: str, page: metrics.Page) -> Finding:
+    where, first = page.malformed[0]
+    count = len(page.malformed)
+    return Finding(
+        "malformed-metrics",
+        Severity.NOTE,
+        f"metrics {name!r}: {count} line{'s' * (count > 1)} left out that {'are' if count > 1 else 'is'} no sample, "
+        f"the first is line {where}: {first!r}",
+        ("Perhaps the file was cut; what is missing counts as not known.",),
+        numbers={"malformed": count},
+    )
+
+
+def _once(findings: list[Finding]) -> list[Finding]:
+    """Each diagnosis once: a log and this machine may tell the same."""
+    return list({(finding.code, finding.title): finding for finding in findings}.values())
+
+
+def _whole_text(name: str | None, what: str) -> tuple[str, str]:
+    """Text and name of an input that is nothing without its end.
+
+    Raises:
+        InputError: as `_bytes`, or one that is too long.
+    """
+    name = name or ""
+    head, tail, size = _bytes(name, what)
+    if tail or size > MOST_BYTES:
+        raise InputError(f"{what} {name!r}", f"has {size:,} bytes", f"give at most {MOST_BYTES:,}")
+    return head.decode("utf-8", "replace"), name
+
+
+def _text(name: str, what: str, found: list[Finding]) -> str:
+    head, tail, size = _bytes(name, what)
+    if size <= MOST_BYTES:
+        return head.decode("utf-8", "replace")
+    found.append(
+        Finding(
+            "log-cut",
+            Severity.NOTE,
+            f"{what} {name!r} has {size:,} bytes: the first {len(head):,} and the last {len(tail):,} were read",
+        )
+    )
+    return head.decode("utf-8", "replace") + "\n" + tail.decode("utf-8", "replace")
+
+
+def _bytes(name: str, what: str) -> tuple[bytes, bytes, int]:
+    """The begin and the end of an input, and its size; no end where the begin is all.
+
+    Raises:
+        InputError: one that cannot be read, or is no regular file.
+    """
+    remedy = "give a file, or - for standard input"
+    try:
+        if name == STDIN:
+            if sys.stdin is None:
+                raise InputError(what, "standard input is closed", remedy)
+            whole = sys.stdin.buffer.read(MOST_BYTES + 1)
+            return whole, b"", len(whole)
+        if not stat.S_ISREG(Path(name).stat().st_mode):  # others may never answer, a FIFO without a writer for one
+            raise InputError(what, f"{name!r} is not a regular file", remedy)
+        with Path(name).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= MOST_BYTES:
+                whole = file.read(MOST_BYTES)
+                return whole, b"", len(whole)
+            head = file.read(_HEAD)
+            file.seek(-(MOST_BYTES - _HEAD), os.SEEK_END)
+            return head, file.read(MOST_BYTES - _HEAD), size
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        if isinstance(error, InputError):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(what, f"cannot read {name!r} ({reason})", remedy) from None

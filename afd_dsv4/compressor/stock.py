@@ -152,6 +152,11 @@ class _Table:
         return np.where(pages.columns == NO_COLUMN, self.flat.numel() - 1, row + pages.columns)
 
 
+def _named_part(what: str, whose: object) -> str:
+    """A part of a slot, as touches name it."""
+    return f"{what} {whose}"
+
+
 class _Step:
     """What never changes about the launches of one compressor: a launch has no time to make it anew.
 
@@ -161,16 +166,25 @@ class _Step:
         reads: parts of the slot.
         writes: parts of it, where the state table has the layer's ids already.
         scatters: the same where it gets them first.
+
+    Args:
+        index: see above.
+        kind: of the compressor.
+        also: further parts that a launch writes.
     """
 
     __slots__ = ("index", "ratio", "reads", "scatters", "writes")
 
-    def __init__(self, index: int, kind: CompressorKind) -> None:
+    def __init__(self, index: int, kind: CompressorKind, also: tuple[str, ...] = ()) -> None:
         self.index = index
         self.ratio = ratio = kind.ratio
-        self.reads = (("lists", ratio), ("table", ratio))
-        self.writes = (("pages", kind),)
-        self.scatters = (("pages", kind), ("table", ratio))
+        # Strings know their hash, which tuples work out in every touch.
+        table = _named_part("table", ratio)
+        self.reads = (_named_part("lists", ratio), table)
+        self.writes: tuple[str, ...] = (_named_part("pages", kind.value),)
+        self.scatters: tuple[str, ...] = (*self.writes, table)
+        self.writes += also
+        self.scatters += also
 
 
 class _Split:
@@ -178,18 +192,22 @@ class _Split:
 
     Attributes:
         mine: which.
+        chunks: they themselves.
         tokens: of them.
         requests: how many.
         cut: state table and starts of them, by ratio.
+        tiles: what the afd executor has worked out for their launches, by kind.
     """
 
-    __slots__ = ("cut", "mine", "requests", "tokens")
+    __slots__ = ("chunks", "cut", "mine", "requests", "tiles", "tokens")
 
-    def __init__(self, mine: slice, tokens: int) -> None:
+    def __init__(self, mine: slice, chunks: tuple[RequestChunk, ...]) -> None:
         self.mine = mine
-        self.tokens = tokens
+        self.chunks = chunks
+        self.tokens = sum(chunk.tokens for chunk in chunks)
         self.requests = mine.stop - mine.start
         self.cut: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.tiles: dict[CompressorKind, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -201,6 +219,12 @@ class AllocatedBytes:
     tables: int
     staging: int
     host: int
+    rows: int = 0
+
+    @property
+    def device(self) -> int:
+        """All that is on the device."""
+        return self.tails_and_spares + self.lists + self.tables + self.staging + self.rows
 
 
 class StockRuntime:
@@ -220,7 +244,13 @@ class StockRuntime:
         trace: what was ordered; None for a ring of the default size.
         ordered: False drops every stream wait; only for negative controls.
         operator: what a launch queues, for a load that checks its own bytes; called as `call_operator` is.
+
+    Attributes:
+        tile_tokens: None here; of the afd executor, see `workspace/sizing.py`.
+        areas: memory for staging rows in each slot, by the kinds that share it; none here.
     """
+
+    tile_tokens: int | None = None
 
     def __init__(
         self,
@@ -262,7 +292,11 @@ class StockRuntime:
         self._open: dict[ExecutionId, StockExecution] = {}
         self._captured: dict[Hashable, tuple[int, int]] = {}  # graph key -> requests, tokens
         self.layers = {kind: {layer: i for i, layer in enumerate(geometry.layers_of(kind))} for kind in CompressorKind}
-        self._steps = {(layer, kind): _Step(i, kind) for kind in self.layers for layer, i in self.layers[kind].items()}
+        self._steps = {
+            (layer, kind): _Step(i, kind, self._also_writes(kind))
+            for kind in self.layers
+            for layer, i in self.layers[kind].items()
+        }
         self._of_layer: dict[int, list[tuple[int, CompressorKind]]] = {}  # its compressors
         for place in self._steps:
             self._of_layer.setdefault(place[0], []).append(place)
@@ -280,6 +314,7 @@ class StockRuntime:
             {r: _Table(shape, max_num_seqs, max_num_batched_tokens, where) for r, shape in self.shapes.items()}
             for _ in range(slots + 1)  # the last one stays all zero
         ]
+        self.areas: list[dict[tuple[CompressorKind, ...], torch.Tensor]] = self._make_areas(slots, drafts)
         self._idle_starts = torch.zeros(max_num_seqs, dtype=torch.int32, device=where)
         self.lists = [_Lists([*self.shapes.values()], max_num_seqs, device=where, pinned=False) for _ in range(slots)]
         host = torch.device("cpu")
@@ -296,6 +331,7 @@ class StockRuntime:
             max_num_batched_tokens=max_num_batched_tokens,
             drafts=drafts,
             slots=slots,
+            tile_tokens=self.tile_tokens,
         )
         found = self.allocated()
         planned = AllocatedBytes(
@@ -304,6 +340,7 @@ class StockRuntime:
             tables=sizes.table_bytes,
             staging=sizes.staging_bytes,
             host=sizes.host_bytes,
+            rows=sizes.rows_bytes,
         )
         if found != planned:
             raise RuntimeError(f"allocated {found}, but workspace.sizing plans {planned}: admission would be wrong")
@@ -598,6 +635,25 @@ class StockRuntime:
             raise ValueError(f"{rows} idle requests in a runtime for {self.store.max_num_seqs}; raise max_num_seqs")
         return self.tables[-1][kind.ratio].rows[:rows], self._idle_starts[:rows]
 
+    def compress_idle(
+        self,
+        kind: CompressorKind,
+        x: torch.Tensor,
+        weights: CompressorWeights,
+        rope_cos: torch.Tensor,
+        rope_sin: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+    ) -> torch.Tensor:
+        """Launch for a forward without an execution; nothing is stored, and nobody may read the result as rows.
+
+        Args and result as of `executor.Execution.compress`.
+
+        Raises:
+            ValueError: see `idle`.
+        """
+        table, starts = self.idle(kind, cu_seqlens.shape[0] - 1)
+        return self._operator(x, weights, kind, self.pools[kind], table, starts, cu_seqlens, rope_cos, rope_sin)
+
     def allocated(self) -> AllocatedBytes:
         """What the runtime holds, measured on its tensors."""
         return AllocatedBytes(
@@ -606,11 +662,36 @@ class StockRuntime:
             tables=sum(table.flat.nbytes for slot in self.tables for table in slot.values()),
             staging=self._idle_starts.nbytes + sum(lists.staging_bytes for lists in self.lists),
             host=sum(entry.flat.nbytes for entry in self.staging.entries),
+            rows=sum(area.nbytes for slot in self.areas for area in slot.values()),
         )
+
+    def _also_writes(self, kind: CompressorKind) -> tuple[str, ...]:  # noqa: ARG002
+        """Parts of the slot that a launch of this kind writes besides pages and table."""
+        return ()
+
+    def _make_areas(self, slots: int, drafts: int) -> list[dict[tuple[CompressorKind, ...], torch.Tensor]]:  # noqa: ARG002
+        """Memory for staging rows, by slot."""
+        return []
+
+    def _launch(
+        self,
+        lease: Lease[Any],  # noqa: ARG002
+        split: _Split,  # noqa: ARG002
+        x: torch.Tensor,
+        weights: CompressorWeights,
+        kind: CompressorKind,
+        table: torch.Tensor,
+        starts: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        rope_cos: torch.Tensor,
+        rope_sin: torch.Tensor,
+    ) -> torch.Tensor:
+        """Queue what compresses; all that it may touch is the lease's for the current stream."""
+        return self._operator(x, weights, kind, self.pools[kind], table, starts, cu_seqlens, rope_cos, rope_sin)
 
     def _upload(self, lease: Lease[Any], lists: dict[int, PageList], host: _Lists, stream: Any) -> None:
         slot, end = lease.slot.index, 0
-        parts = [(what, ratio) for ratio in lists for what in ("lists", "table")]
+        parts = [_named_part(what, ratio) for ratio in lists for what in ("lists", "table")]
         lease.touch(stream, writes=parts)
         for ratio, pages in lists.items():
             table, part = self.tables[slot][ratio], host.parts[ratio]
@@ -696,34 +777,31 @@ class StockExecution:
         if step is None:
             raise ValueError(f"layer {layer} has no {kind.value} compressor; it is in {[*runtime.layers[kind]]}")
         launched = self._launched.get(place)
-        self._check_order(layer, kind, split.mine, launched)
+        if launched or layer < self._layer.get(kind, layer):
+            self._check_order(layer, kind, split.mine, launched)
+        self._layer[kind] = layer
         table = runtime.tables[lease.slot.index][step.ratio]
         rows, starts = split.cut.get(step.ratio) or self._cut(split, step.ratio)
         # Held until all is queued: another thread may order itself behind this touch as soon as it is made.
         with runtime.arena.lock:
             scatter = table.layer != layer
-            lease.touch(
-                runtime.device.current_stream(),
-                reads=step.reads,
-                writes=step.scatters if scatter else step.writes,
-                step=place,
-            )
+            writes = step.scatters if scatter else step.writes
+            lease.touch_locked(runtime.device.current_stream(), step.reads, writes, place)
             if scatter:
                 cells, ids = self._ids(step.ratio)
                 table.flat.scatter_(0, cells, ids[step.index])
                 table.layer = layer
-            compressed = runtime._operator(
-                x, weights, kind, runtime.pools[kind], rows, starts, cu_seqlens, rope_cos, rope_sin
-            )
+            compressed = runtime._launch(lease, split, x, weights, kind, rows, starts, cu_seqlens, rope_cos, rope_sin)
+            count = split.requests
             if launched is None:
                 self._launched[place] = [split.mine]
-                whole = split.requests == len(self._chunks)
             else:
+                for done in launched:
+                    count += done.stop - done.start
                 launched.append(split.mine)
-                whole = split.requests > 0 and self._count(place) == len(self._chunks)
-            if whole:
+            if count == len(self._chunks) and split.requests:
                 self._whole.add(place)
-                lease.complete(place)
+                lease.complete_locked(place)
         return compressed
 
     def _split(self, requests: slice) -> _Split:
@@ -732,8 +810,8 @@ class StockExecution:
         if step != 1:
             raise ValueError(f"requests of a launch must be neighbours, got step {step}; launch each run apart")
         stop = max(first, stop)
-        tokens = sum(chunk.tokens for chunk in self._chunks[first:stop])
-        split = self._splits[requests.start, requests.stop, requests.step] = _Split(slice(first, stop), tokens)
+        split = _Split(slice(first, stop), self._chunks[first:stop])
+        self._splits[requests.start, requests.stop, requests.step] = split
         return split
 
     def _cut(self, split: _Split, ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -787,7 +865,6 @@ class StockExecution:
                     f"{kind.value} of layer {layer}: requests {mine.start} to {mine.stop - 1}, and {done.start} to "
                     f"{done.stop - 1} are launched already; launch each request once"
                 )
-        self._layer[kind] = layer
 
     def _count(self, place: tuple[int, CompressorKind]) -> int:
         """Requests whose launch is queued."""

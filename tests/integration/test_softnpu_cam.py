@@ -438,18 +438,27 @@ def test_a_pending_receive_ends_with_an_error_when_nobody_can_send_any_more(cam:
 
 
 CHILD = """
-import sys
+import os, sys
 from afd_dsv4.softnpu import runtime as rt
 rt.join_group(sys.argv[1], 2, 0)
-print("joined", flush=True)
+if sys.argv[2] == "fork":
+    if os.fork() == 0:
+        rt.leave_group(sys.argv[1], 0)
+        print("joined", flush=True)
+        sys.stdin.read()
+        os._exit(0)
+else:
+    print("joined", flush=True)
 sys.stdin.read()
 """
 
 
-def test_a_pending_receive_ends_with_an_error_when_the_sender_is_killed() -> None:
+@pytest.mark.parametrize("children", ["fork", "none"])
+def test_a_pending_receive_ends_with_an_error_when_the_sender_is_killed(children: str) -> None:
+    """Also when a child that it has forked lives on, which is not the sender and cannot leave in its place."""
     name = f"softnpu_test_{os.getpid()}_{next(_NUMBERS)}"
     with subprocess.Popen(
-        [sys.executable, "-c", CHILD, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", CHILD, name, children], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "joined\n"
@@ -460,6 +469,7 @@ def test_a_pending_receive_ends_with_an_error_when_the_sender_is_killed() -> Non
         group.args = torch.zeros(1, dtype=torch.float16, device="npu")
         group.anchor, group.kept = torch.zeros(1, dtype=torch.bfloat16, device="npu"), []
         torch.npu.synchronize()
+        assert not Path("/dev/shm", name, "left0").exists()
         group.receive(1)
         child.kill()
         fails(group.streams[1], "those it comes from have left the group, or their processes ended")

@@ -7,6 +7,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <pthread.h>
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -56,6 +57,12 @@ void remove_folder(const std::string& folder) {
 
 std::string rank_file(const std::string& folder, uint32_t rank) { return folder + "/rank" + std::to_string(rank); }
 std::string left_file(const std::string& folder, uint32_t rank) { return folder + "/left" + std::to_string(rank); }
+
+// Also where a child has been forked that still has the file open.
+void unlock(int fd) {
+  flock(fd, LOCK_UN);
+  close(fd);
+}
 
 constexpr auto kPatience = 20'000'000;  // nanoseconds between two looks at who is still there
 
@@ -123,7 +130,7 @@ bool Group::gone(uint32_t other) const {
   const int fd = open(rank_file(folder, other).c_str(), O_RDWR | O_CLOEXEC);
   if (fd < 0) return false;
   const bool dead = flock(fd, LOCK_SH | LOCK_NB) == 0;
-  close(fd);
+  unlock(fd);
   return dead;
 }
 
@@ -167,19 +174,40 @@ void Group::leave() {
   const int folder_lock = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (folder_lock >= 0) flock(folder_lock, LOCK_EX);
   std::rename(rank_file(folder, rank).c_str(), left_file(folder, rank).c_str());
-  close(lock_);
+  unlock(lock_);
   ring();
   bool last = true;
   for (uint32_t other = 0; other < size; ++other) last &= gone(other);
   if (last) remove_folder(folder);
-  if (folder_lock >= 0) close(folder_lock);
+  if (folder_lock >= 0) unlock(folder_lock);
 }
 
+void Group::forsake() {
+  left_ = true;
+  close(lock_);
+}
+
+namespace {
+
+// A forked child would hold the locks of its parent, whose ranks would seem alive when it is dead.
+void follow_forks() {
+  pthread_atfork([] { guard().lock(); }, [] { guard().unlock(); },
+                 [] {
+                   for (const auto& [key, group] : groups())
+                     if (!group->left()) group->forsake();
+                   guard().unlock();
+                 });
+}
+
+}  // namespace
+
 std::shared_ptr<Group> join_group(const std::string& name, uint32_t size, uint32_t rank) {
+  static std::once_flag once;
+  std::call_once(once, follow_forks);
   if (rank >= size)
     throw std::runtime_error("group " + name + ": rank " + std::to_string(rank) + " of " + std::to_string(size));
+  std::lock_guard<std::mutex> lock(guard());  // no fork between the lock and the list of whose it is
   auto group = std::make_shared<Group>(name, size, rank);
-  std::lock_guard<std::mutex> lock(guard());
   groups()[{name, rank}] = group;
   return group;
 }

@@ -4,11 +4,11 @@
 // Problem: operators that talk to other ranks are given the name of an HCCL group, and nothing else. Way: who creates
 // a communicator joins a group of that name, and an operator finds its rank there. Messages are files in the group's
 // folder in shared memory, written whole and renamed, read once; a counter beside them wakes who waits. A rank holds a
-// lock on a file of its own, which the kernel takes from a process that dies. A process may have several ranks of a
-// group. What waits ends with an error of the device when its own rank has left the group, when those it waits for have
-// left or died, or when the process ends: within a tenth of a second. With SOFTNPU_DESTROY=hang leaving a group that
-// somebody waits in does not return and the wait does not end, as CANN's can: for tests that kill the process.
-// Not done: several hosts.
+// lock on a file of its own, which the kernel takes from a process that dies; a child that it has forked is no rank and
+// holds none of its locks. A process may have several ranks of a group. What waits ends with an error of the device
+// when its own rank has left the group, when those it waits for have left or died, or when the process ends: within a
+// tenth of a second. With SOFTNPU_DESTROY=hang leaving a group that somebody waits in does not return and the wait does
+// not end, as CANN's can: for tests that kill the process. Not done: several hosts.
 #pragma once
 
 #include <atomic>
@@ -44,6 +44,7 @@ class SOFTNPU_GROUPS_API Group {
   bool left() const { return left_; }
   int waiting() const { return waiting_; }  // how many wait() run now
   void leave();                             // once
+  void forsake();                           // in a forked child: the rank is its parent's
 
  private:
   std::string file(uint32_t source, uint32_t target, const std::string& what) const;

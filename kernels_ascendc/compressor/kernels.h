@@ -14,7 +14,9 @@
 // overlap, else 0. Rows of positions before a request's start come from the pool: row p lies in page
 // table[request][p / page_rows] at p % page_rows, as [kv | score + APE]. Page 0 is never written; history is mapped.
 //
-// Tokens behind cu_seqlens[requests] and requests without tokens are never addressed, nor is the start of the latter.
+// Positions are below 2^30. Tokens behind cu_seqlens[requests] and requests without tokens are never addressed, nor is
+// the start of the latter. A history read of page 0 is not guarded: as of the stock operator, its rows are what they
+// are.
 //
 // Bad tables: a kernel checks what it reads from device memory and never touches anything outside the tensors. If
 // cu_seqlens or starts are bad, nothing of the launch is written, as all rows behind would lie elsewhere. If a page id
@@ -58,7 +60,7 @@ enum AfdDsv4Kernel {
 // Constants of a `compress` launch. Sizes count elements unless they say bytes.
 typedef struct AfdDsv4CompressParams {
   int64_t page_stride;    // floats from one page of the pool to the next, >= page_rows * 2 * coff * head_dim
-  int64_t row_stride;     // elements from one staging row to the next, >= 2 * coff * head_dim; 32-byte multiple
+  int64_t row_stride;     // elements from one staging row to the next, >= 2 * coff * head_dim
   int32_t ratio;          // tokens of a window: 4 or 128 (1 and 2 are refused)
   int32_t coff;           // 2 with overlap (ratio 4), else 1
   int32_t head_dim;       // 512, or 128 with ratio 4

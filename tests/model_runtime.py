@@ -164,20 +164,23 @@ class ModelRuntime:
     def end_request(self, name: str) -> None:
         self.store.end(RequestId(name))
 
+    def open_of(self, generation: Generation) -> tuple[ExecutionId, ...]:
+        return tuple(execution for execution in self.open if execution.generation == generation)
+
     def end_forward(self, generation: Generation) -> tuple[ExecutionId, ...]:
-        left = [execution for execution in self.open if execution.generation == generation]
+        left = self.open_of(generation)
         for execution in left:
             self.open[execution].finish()
-        return tuple(left)
+        return left
 
     def abandon(self, generation: Generation, why: str) -> tuple[ExecutionId, ...]:
-        left = [execution for execution in self.open if execution.generation == generation]
+        left = self.open_of(generation)
         for execution in left:
             given = self.open.pop(execution)
             given._lost = f"{execution} was quarantined: {why}"
             assert given.lease is not None
             self.arena.quarantine(given.lease, why)
-        return tuple(left)
+        return left
 
     @property
     def used(self) -> int:

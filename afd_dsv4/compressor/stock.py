@@ -541,6 +541,11 @@ class StockRuntime:
         with self.arena.lock:
             self.store.end(request)
 
+    def open_of(self, generation: Generation) -> tuple[ExecutionId, ...]:
+        """Executions of a forward that are open."""
+        with self.arena.lock:
+            return tuple(execution for execution in self._open if execution.generation == generation)
+
     def end_forward(self, generation: Generation) -> tuple[ExecutionId, ...]:
         """Finish what a forward left open. Call it where the forward ends, in a `finally`, once its threads have ended.
 
@@ -551,7 +556,7 @@ class StockRuntime:
             The executions that had been left open.
         """
         with self.arena.lock:
-            left = [execution for execution in self._open if execution.generation == generation]
+            left = self.open_of(generation)
             errors = []
             for execution in left:
                 try:
@@ -560,7 +565,7 @@ class StockRuntime:
                     errors.append(error)
         if errors:
             raise errors[0]
-        return tuple(left)
+        return left
 
     def abandon(self, generation: Generation, why: str) -> tuple[ExecutionId, ...]:
         """Quarantine what a forward left open: nobody can prove that its work is over, or ever will be.
@@ -578,7 +583,7 @@ class StockRuntime:
             The executions that were open. Finishing them now does nothing.
         """
         with self.arena.lock:
-            left = [execution for execution in self._open if execution.generation == generation]
+            left = self.open_of(generation)
             errors = []
             for execution in left:
                 try:
@@ -587,7 +592,7 @@ class StockRuntime:
                     errors.append(error)
         if errors:
             raise errors[0]
-        return tuple(left)
+        return left
 
     def seats_in_doubt(self) -> tuple[SeatIndex, ...]:
         """Seats that are not taken: nobody knows when the device is done with their pages, or whether it ever is."""

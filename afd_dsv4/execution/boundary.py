@@ -197,7 +197,7 @@ class Boundary:
                 held = f"open executions: {'; '.join(open_)}" if open_ else "no execution is open"
                 return f"{where}, the pool of {kind.value}, page {page} ({owner}; {held})"
         slot = next((part for part in region.path[1:2] if isinstance(part, int)), None)
-        if region.path[0] in ("tables", "lists") and slot is not None:
+        if region.path[0] in ("tables", "lists", "areas") and slot is not None:
             if slot >= len(runtime.arena.slots):
                 return f"{where}, what forwards without an execution get"
             with runtime.arena.lock:

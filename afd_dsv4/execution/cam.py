@@ -52,7 +52,7 @@ class CamForward(Forward[E]):
         super().__init__(runtime, parts, generation=generation)
         self.under_way: dict[int, int] = {}
         self.failed: str | None = None
-        self._last = [-1] * len(parts)  # by stage, the layer that was sent last
+        self._last = [-1] * len(self)  # by stage, the layer that was sent last
 
     @classmethod
     def from_stages(

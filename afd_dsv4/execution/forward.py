@@ -54,6 +54,9 @@ class Runtime(Protocol[E_co]):
     def begin(self, chunks: Sequence[RequestChunk], *, generation: Generation | None = None, ubatch: int = 0) -> E_co:
         """Plan an execution and lease its workspace slot."""
 
+    def open_of(self, generation: Generation) -> tuple[ExecutionId, ...]:
+        """Executions of a generation that are open."""
+
     def end_forward(self, generation: Generation) -> tuple[ExecutionId, ...]:
         """Seal what is open of a forward, as broken where launches are missing."""
 
@@ -71,33 +74,39 @@ class Forward(Generic[E]):
     Args:
         runtime: begins and settles executions.
         parts: chunks by uBatch; a uBatch without requests has an execution that holds nothing.
-        generation: from `runtime.mint`; None mints one.
+        generation: from `runtime.mint`, and of no other forward that is open; None mints one.
 
     Attributes:
         generation: of all its executions.
         executions: by uBatch.
 
     Raises:
+        ValueError: executions of this generation are open. They are left alone.
         Whatever `runtime.begin` does. What had been begun by then is settled, its requests' tails are void.
     """
 
     def __init__(
         self, runtime: Runtime[E], parts: Sequence[Sequence[RequestChunk]], *, generation: Generation | None = None
     ) -> None:
+        parts = [tuple(chunks) for chunks in parts]  # whatever gives them, and before anything is begun
+        # By its generation a forward ends what it has begun: two of one generation would end each other's.
+        if generation is not None and (held := runtime.open_of(generation)):
+            raise ValueError(
+                f"a forward is to have generation {generation}, of which {'; '.join(map(str, held))} are open; mint one"
+            )
         self.runtime = runtime
         self.generation = runtime.mint() if generation is None else generation
         self._finished: set[int] = set()
         self._errors: dict[int, BaseException] = {}  # by uBatch, what its thread ended with
         self._over = False
-        begun: list[E] = []
         try:
-            for ubatch, chunks in enumerate(parts):
-                begun.append(runtime.begin(chunks, generation=self.generation, ubatch=ubatch))
+            self.executions: tuple[E, ...] = tuple(
+                runtime.begin(chunks, generation=self.generation, ubatch=ubatch) for ubatch, chunks in enumerate(parts)
+            )
         except BaseException:
             self._over = True
             runtime.end_forward(self.generation)
             raise
-        self.executions = tuple(begun)
 
     def __len__(self) -> int:
         return len(self.executions)

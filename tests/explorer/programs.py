@@ -185,6 +185,9 @@ class Stages:
         self.open.append(Stage(self.world.begin(live(generation or 1, ubatch), chunks, self.world.streams[0])))
         return self.open[-1]
 
+    def open_of(self, generation: Generation) -> tuple[ExecutionId, ...]:
+        return tuple(stage.run.execution for stage in self.open)
+
     def end_forward(self, generation: Generation) -> tuple[ExecutionId, ...]:
         left, self.open = self.open, []
         for stage in left:

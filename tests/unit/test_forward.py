@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import pytest
 
+from afd_dsv4.execution.cam import CamForward
 from afd_dsv4.execution.forward import BrokenOff, Forward
 from afd_dsv4.execution.ubatch import cut
 from afd_dsv4.tail.store import TailVoid
@@ -118,6 +119,50 @@ def test_a_part_that_cannot_begin_leaves_nothing_open_and_voids_those_before_it(
     if failing:
         with pytest.raises(TailVoid, match=r"'x' lost its tail: generation 1 ubatch 0 .* 3 launches missing"):
             runtime.begin([RequestChunk(RequestId("x"), 4, 5)])
+
+
+@pytest.mark.parametrize("cam", [False, True])
+def test_parts_may_come_from_whatever_can_be_gone_through_once(cam: bool) -> None:
+    runtime = ModelRuntime(1)
+    parts: Sequence[Sequence[RequestChunk]] = (part for part in PARTS)  # type: ignore[assignment]
+    with (CamForward if cam else Forward)(runtime, parts) as forward:
+        run(runtime, forward)
+    assert states(forward) == [LeaseState.SEALED, LeaseState.SEALED]
+
+
+@pytest.mark.parametrize("cam", [False, True])
+@pytest.mark.parametrize("stop", [Failure, KeyboardInterrupt])
+def test_parts_that_cannot_be_had_leave_nothing_open(cam: bool, stop: type[BaseException]) -> None:
+    runtime = ModelRuntime(1)
+
+    def parts() -> Iterator[Sequence[RequestChunk]]:
+        yield PARTS[0]
+        raise stop
+
+    with pytest.raises(stop):
+        (CamForward if cam else Forward)(runtime, parts())  # type: ignore[arg-type]
+    assert runtime.open == {}
+    assert runtime.arena.counters.leases == 0
+    with pytest.raises(TypeError):
+        (CamForward if cam else Forward)(runtime, [PARTS[0], 5])  # type: ignore[list-item]
+    assert runtime.open == {}
+
+
+@pytest.mark.parametrize(
+    "second", [[[RequestChunk(RequestId("x"), 0, 4)]], [[], [], [RequestChunk(RequestId("x"), 0, 4)]]]
+)
+def test_a_generation_of_which_executions_are_open_is_refused_and_they_are_left_alone(
+    second: list[list[RequestChunk]],
+) -> None:
+    runtime = ModelRuntime(1, slots=3)
+    with Forward(runtime, PARTS) as forward:
+        with pytest.raises(ValueError, match=r"generation 1, of which generation 1 ubatch 0 .* are open; mint one"):
+            Forward(runtime, second, generation=forward.generation)
+        assert states(forward) == [LeaseState.ACQUIRED, LeaseState.ACQUIRED]
+        run(runtime, forward)
+    with Forward(runtime, [()], generation=forward.generation) as after:
+        assert after.generation == forward.generation
+    void(runtime)
 
 
 def test_an_exception_in_the_forward_settles_everything_and_goes_on() -> None:

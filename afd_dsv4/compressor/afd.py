@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""The afd executor: kernels of our own, given the same tails, page lists and tables as the stock operator.
+
+Problem: the contract that the stock executor stands on is the shipped operator's, which may be rewritten; and its
+projection, pooling and saving are one launch, so that nothing bounds what it needs of the device while it runs.
+Way: a launch is three, in the order of one stream: projected rows go to staging rows of the workspace slot, `compress`
+pools, norms and rotates their windows, `tail_update` saves what a later forward may read. Everything else (which pages,
+leases, touches, page lists, checkpoints) is `stock.py`'s, so a tail of one executor is a tail of the other. A launch
+is cut into tiles (`tiles.py`), so that staging rows do not grow with the chunk. Staging rows are the slot's, taken at
+start-up; kinds that share them are ordered by touches. Per tile the host queues three operators, and a copy where rows
+of the window before are carried; nothing per token, and nobody waits.
+Not here: the kernels (`kernels_ascendc/compressor`), and what a forward without an execution compresses: nothing.
+
+The product of the projection is the device's own; like the stock operator's it depends on the batch on hardware. On the
+software NPU both add in one order, so that the executors can be compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from afd_dsv4.compressor.executor import CompressorWeights
+from afd_dsv4.compressor.library import Library, find
+from afd_dsv4.compressor.stock import StockRuntime, _Split
+from afd_dsv4.compressor.tiles import Tile, cut_into_tiles
+from afd_dsv4.config import DEFAULT_TILE_TOKENS
+from afd_dsv4.geometry import FP32_BYTES, CompressorKind
+from afd_dsv4.workspace.lease import Lease
+from afd_dsv4.workspace.sizing import AREAS, carried_rows, kernel_bytes, staging_areas, tile_limit
+
+_AREA_OF: Final = {kind: kinds for kinds in AREAS for kind in kinds}
+
+
+@functools.cache
+def load(folder: Path, backend: str) -> Any:
+    """Load the operators of one folder: torch.ops.afd_dsv4.
+
+    Raises:
+        OSError: the library cannot be loaded.
+        RuntimeError: it is of another back end than is written beside it, or other operators are loaded already.
+    """
+    found = Library(folder, backend)
+    torch.ops.load_library(str(found.operators))
+    operators: Any = torch.ops.afd_dsv4
+    if operators.backend() != backend:
+        raise RuntimeError(
+            f"{found.kernels} is of the back end {operators.backend()!r}, and beside it stands {backend!r}; build anew"
+        )
+    return operators
+
+
+@dataclass(frozen=True)
+class _TileRows:
+    """A tile and the staging rows of it in one slot.
+
+    Attributes:
+        tile: which tokens.
+        rows: [carry + tokens, row], as `compress` takes them.
+        own: of its tokens.
+        carried: rows in front that it takes along, and what they are copied from, the end of the tile before; None for
+            none.
+    """
+
+    tile: Tile
+    rows: torch.Tensor
+    own: torch.Tensor
+    carried: tuple[torch.Tensor, torch.Tensor] | None
+
+
+class AfdRuntime(StockRuntime):
+    """A `StockRuntime` whose launches are our own kernels.
+
+    Args:
+        args, limits: of `StockRuntime`.
+        tile_tokens: most tokens that are projected at once, see `workspace/sizing.py:tile_limit`.
+        library: the kernels; None to look for them.
+        cores: blocks of a launch; None for as many as the device has vector cores. Results do not depend on it.
+
+    Raises:
+        InputError: there are no kernels for this machine.
+        RuntimeError: the kernels do not take the model's compressors, with the reason.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        tile_tokens: int = DEFAULT_TILE_TOKENS,
+        library: Library | None = None,
+        cores: int | None = None,
+        **limits: Any,
+    ) -> None:
+        self.tile_tokens = tile_tokens
+        self.library = find(os.environ) if library is None else library
+        self._ops = load(self.library.folder, self.library.backend)
+        self._cores = cores
+        super().__init__(*args, **limits)
+        if cores is None:
+            self._cores = int(self._ops.vector_cores(self.device.device.index or 0))
+        for kind in self.pools:
+            self._check(kind)
+
+    def _also_writes(self, kind: CompressorKind) -> tuple[str, ...]:
+        return (f"staging rows of {_AREA_OF[kind][0].value}",)
+
+    def _make_areas(self, slots: int, drafts: int) -> list[dict[tuple[CompressorKind, ...], torch.Tensor]]:
+        assert self.tile_tokens is not None
+        seqs, tokens = self.store.max_num_seqs, self.max_num_batched_tokens
+        self._limit = tile_limit(seqs, tokens, drafts, self.tile_tokens)
+        sizes = staging_areas(
+            self.geometry,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=tokens,
+            tile_tokens=self.tile_tokens,
+            drafts=drafts,
+        )
+        where = self.device.device
+        return [
+            {kinds: torch.empty(size, dtype=torch.uint8, device=where) for kinds, size in sizes.items()}
+            for _ in range(slots)
+        ]
+
+    def _most_rows(self, kind: CompressorKind) -> int:
+        """Staging rows of the largest tile."""
+        return self._limit + carried_rows(kind, self._limit, self.max_num_batched_tokens)
+
+    def _memory(self, slot: int, kind: CompressorKind) -> tuple[torch.Tensor, torch.Tensor]:
+        """Staging rows of a kind in a slot, and the workspace of its kernels behind them."""
+        area, values = self.areas[slot][_AREA_OF[kind]], self.geometry.row_bytes(kind) // FP32_BYTES
+        split = self._most_rows(kind) * self.geometry.row_bytes(kind)
+        end = split + kernel_bytes(kind, self._limit, self.store.max_num_seqs, self.geometry.head_dim)
+        return area[:split].view(torch.float32).view(-1, values), area[split:end]
+
+    def _check(self, kind: CompressorKind) -> None:
+        """Ask the kernels whether they take the largest tile of this kind, without a launch."""
+        shape, seqs = self.shapes[kind.ratio], self.store.max_num_seqs
+        pool = self.pools[kind]
+        values = pool.shape[2]
+        rows_of, width = min(self._limit, self._limit // kind.ratio + seqs), values // (2 * kind.coff)
+
+        def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(sizes, dtype=dtype, device="meta")
+
+        rows, pages, ape = empty(self._limit, values), pool.to("meta"), empty(kind.ratio, values // 2)
+        angles = empty(rows_of, self.geometry.qk_rope_head_dim)
+        columns = self.tables[0][kind.ratio].columns
+        lists = [empty(count, dtype=torch.int32) for count in (seqs + 1, seqs)]
+        lists.append(empty(seqs, columns, dtype=torch.int32))
+        workspace = empty(self._memory(0, kind)[1].shape[0], dtype=torch.uint8)
+        launch = {"ratio": kind.ratio, "coff": kind.coff, "carry": 0, "first_token": 0, "tokens": self._limit}
+        launch |= {"launch_tokens": self._limit, "blocks": self._cores or 1}
+        norm, out = empty(width, dtype=torch.bfloat16), empty(rows_of, width, dtype=torch.bfloat16)
+        self._ops.compress(rows, pages, ape, norm, angles, angles, *lists, out, workspace, norm_eps=1e-6, **launch)
+        self._ops.tail_update(rows, pages, ape, *lists, workspace, list_ids=shape.list_ids, **launch)
+
+    def _launch(
+        self,
+        lease: Lease[Any],
+        split: _Split,
+        x: torch.Tensor,
+        weights: CompressorWeights,
+        kind: CompressorKind,
+        table: torch.Tensor,
+        starts: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        rope_cos: torch.Tensor,
+        rope_sin: torch.Tensor,
+    ) -> torch.Tensor:
+        ops, pool, ratio, coff = self._ops, self.pools[kind], kind.ratio, kind.coff
+        list_ids, cores, ape, tokens = self.shapes[ratio].list_ids, self._cores, weights.ape, x.shape[0]
+        workspace, tiles = split.tiles.get(kind) or self._plan_tiles(lease, split, kind)
+        cos, sin = rope_cos.float(), rope_sin.float()
+        out = x.new_empty((rope_cos.shape[0], weights.norm_weight.shape[0]))
+        for planned in tiles:
+            rows, first, count, carry = planned.rows, planned.tile.first, planned.tile.tokens, planned.tile.carry
+            if planned.carried is not None:
+                front, last = planned.carried
+                front.copy_(last)
+            # Overloads, not packets: for a parameter of vLLM's, which has a __torch_function__, a packet asks again.
+            ops.project.default(x[first : first + count], weights.wkv, weights.wgate, planned.own)
+            ops.compress.default(
+                rows,
+                pool,
+                ape,
+                weights.norm_weight,
+                cos,
+                sin,
+                cu_seqlens,
+                starts,
+                table,
+                out,
+                workspace,
+                ratio,
+                coff,
+                weights.norm_eps,
+                carry,
+                first,
+                count,
+                tokens,
+                cores,
+            )
+            ops.tail_update.default(
+                rows,
+                pool,
+                ape,
+                cu_seqlens,
+                starts,
+                table,
+                workspace,
+                ratio,
+                coff,
+                list_ids,
+                carry,
+                first,
+                count,
+                tokens,
+                cores,
+            )
+        return out
+
+    def _plan_tiles(
+        self, lease: Lease[Any], split: _Split, kind: CompressorKind
+    ) -> tuple[torch.Tensor, list[_TileRows]]:
+        """The tiles of the launches of some requests in a slot: once, since all layers have the same."""
+        if lease.captured:  # what will be replayed has other chunks
+            if split.tokens > self._limit:
+                raise ValueError(
+                    f"a graph of {split.tokens} tokens is one tile, and tiles hold {self._limit}; capture a smaller "
+                    f"one, or raise tile_tokens"
+                )
+            tiles: tuple[Tile, ...] = (Tile(0, split.tokens, 0),)
+        else:
+            tiles = cut_into_tiles(split.chunks, self._limit, kind.ratio, overlap=kind.overlap)
+        memory, workspace = self._memory(lease.slot.index, kind)
+        planned: list[_TileRows] = []
+        for tile in tiles:
+            rows = memory[: tile.carry + tile.tokens]
+            carried = (rows[: tile.carry], planned[-1].rows[-tile.carry :]) if tile.carry else None
+            planned.append(_TileRows(tile, rows, rows[tile.carry :], carried))
+        split.tiles[kind] = workspace, planned
+        return workspace, planned
+
+    def compress_idle(
+        self,
+        kind: CompressorKind,
+        x: torch.Tensor,
+        weights: CompressorWeights,
+        rope_cos: torch.Tensor,
+        rope_sin: torch.Tensor,  # noqa: ARG002
+        cu_seqlens: torch.Tensor,
+    ) -> torch.Tensor:
+        """Zeros: without an execution there is no slot to stage rows in, and nobody reads them."""
+        self.idle(kind, cu_seqlens.shape[0] - 1)  # refuses what the stock executor refuses
+        return x.new_zeros((rope_cos.shape[0], weights.norm_weight.shape[0]))

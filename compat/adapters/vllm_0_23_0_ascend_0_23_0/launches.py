@@ -302,8 +302,7 @@ class Launches:
             )
         _THREAD.forward = forward
         if (idle := forward.idle) is not None:
-            table, starts = idle.idle(kind, cu_seqlens.shape[0] - 1)
-            return self.queue(x, weights, kind, idle.pools[kind], table, starts, cu_seqlens, rope_cos, rope_sin)
+            return idle.compress_idle(kind, x, weights, rope_cos, rope_sin, cu_seqlens)
         ubatch = 0 if forward.ubatch is None else forward.ubatch()
         if not 0 <= ubatch < len(forward.executions):
             raise UnknownLaunch(

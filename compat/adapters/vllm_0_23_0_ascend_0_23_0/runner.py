@@ -33,7 +33,7 @@ from afd_dsv4.compat.adapters.vllm_0_23_0_ascend_0_23_0.launches import Launches
 from afd_dsv4.compat.contract import verify
 from afd_dsv4.compat.stack import InstalledStack, installed
 from afd_dsv4.compressor.stock import StockRuntime
-from afd_dsv4.config import Settings, read
+from afd_dsv4.config import Executor, Settings, read
 from afd_dsv4.execution.step import Steps
 from afd_dsv4.geometry import CompressorKind, ModelGeometry, from_hf_config, page_layout
 from afd_dsv4.tail.tables import RequestChunk, RequestId
@@ -92,15 +92,15 @@ class RunnerMixin(_Native):  # type: ignore[misc]  # untyped
             layer.kv_cache = [self.launches.states[places[name]]]
         self.model_memory_usage += self.tail_bytes
         self.launches.bind(verify(stack))
-        logger.info("afd-dsv4: %d compressors keep their tails in %d bytes", len(layers), self.tail_bytes)
+        which, count, size = settings.executor.value, len(layers), self.tail_bytes
+        logger.info("afd-dsv4: executor %s: %d compressors keep their tails in %d bytes", which, count, size)
 
     @property
     def tail_bytes(self) -> int:
         """Device bytes of tails and workspace slots."""
         if self.tails is None:
             return 0
-        found = self.tails.allocated()
-        return found.tails_and_spares + found.lists + found.tables + found.staging
+        return self.tails.allocated().device
 
     def _allocate(
         self, geometry: ModelGeometry, settings: Settings, launches: Launches, stack: InstalledStack
@@ -111,7 +111,13 @@ class RunnerMixin(_Native):  # type: ignore[misc]  # untyped
         full = self.compilation_config.cudagraph_mode.has_full_cudagraphs()
         if stack.name is None:
             raise RuntimeError(f"the sizes of pages are known of recorded stacks, and this is {stack}")
-        return StockRuntime(
+        runtime: Callable[..., StockRuntime] = StockRuntime
+        if settings.executor is Executor.AFD:
+            # Here, so that kernels are loaded where they are wanted only.
+            from afd_dsv4.compressor.afd import AfdRuntime
+
+            runtime = partial(AfdRuntime, tile_tokens=settings.tile_tokens)
+        return runtime(
             geometry,
             page_layout(stack.name, self.cache_config.block_size),
             max_num_seqs=self.scheduler_config.max_num_seqs,

@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
 
     evidence = commands.add_parser("evidence", help="measure the claim on this machine")
-    evidence.add_argument("--device", choices=("auto", "npu", "softnpu"), default="auto", help="default auto")
+    evidence.add_argument("--device", choices=("auto", "npu", "softnpu", "cuda"), default="auto", help="default auto")
     evidence.add_argument("--model", choices=("flash",), default="flash", help="default flash")
     evidence.add_argument(
         "--tokens", type=_evidence_tokens, default=32768, metavar="N", help="1024 to 131072 (default 32768)"

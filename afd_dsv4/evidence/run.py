@@ -6,7 +6,8 @@ Admission by the real vLLM scheduler, execution of the batch that native cannot 
 counted, planted faults that must be found, the real engine at work: each part is a module of its own; this one runs
 them in order, says what it does, and turns what they found into checks and verdicts. Exit status: 0 when everything
 passed, 1 when something failed, 2 for bad input. Nothing is claimed about speed or about Ascend hardware by a run on
-the software NPU.
+the software NPU. A CUDA device, if it is asked for by name, runs what needs neither vLLM nor an NPU, and parts of its
+own (`cuda/parts.py`); nothing is claimed about Ascend hardware there either.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Run:
 
     @property
     def module(self) -> Any:
-        """torch.npu."""
+        """torch.npu or torch.cuda."""
         import torch
 
         return torch.get_device_module(self.device)
@@ -147,6 +148,8 @@ def main(options: argparse.Namespace) -> int:
             raise InputError("no NPU here, and the software NPU", "its libraries are not built", remedy) from error
         command = [sys.executable, "-m", "afd_dsv4", *options.argv]
         os.execvpe(command[0], command, launcher.environment(os.environ, libraries))
+    if source is Source.CUDA:
+        return _run(options, source, None)
     # The child imports vLLM while we compress; it is asked last.
     with SchedulerProcess() as scheduler:
         return _run(options, source, scheduler)
@@ -155,9 +158,13 @@ def main(options: argparse.Namespace) -> int:
 def _source(device: str) -> Source:
     """Which device to use. A real ACL library on this machine means a real NPU."""
     if runtime.is_active():
-        if device == "npu":
-            raise InputError("--device npu", "this process runs on the software NPU", "start it without the launcher")
+        if device in ("npu", "cuda"):
+            raise InputError(
+                f"--device {device}", "this process runs on the software NPU", "start it without the launcher"
+            )
         return Source.SOFTNPU
+    if device == "cuda":
+        return Source.CUDA
     real = ctypes.util.find_library("ascendcl") is not None or "ASCEND_TOOLKIT_HOME" in os.environ
     if device == "npu" and not real:
         raise InputError(
@@ -166,10 +173,12 @@ def _source(device: str) -> Source:
     return Source.NPU if real and device != "softnpu" else Source.SOFTNPU
 
 
-def _run(options: argparse.Namespace, source: Source, scheduler: SchedulerProcess) -> int:
+def _run(options: argparse.Namespace, source: Source, scheduler: SchedulerProcess | None) -> int:
     try:
         import torch
-        import torch_npu  # noqa: F401 - registers the device
+
+        if source is not Source.CUDA:
+            import torch_npu  # noqa: F401 - registers the device
     except (ImportError, OSError, RuntimeError) as error:
         first = str(error).splitlines()[0]
         remedy = "install the supported stack, or use --device softnpu in a checkout"
@@ -177,11 +186,16 @@ def _run(options: argparse.Namespace, source: Source, scheduler: SchedulerProces
 
     from afd_dsv4.evidence.rows import Batch
 
-    device = torch.device("npu")
+    if source is Source.CUDA:
+        from afd_dsv4.evidence.cuda import parts
+
+        device = parts.prepare()
+    else:
+        device = torch.device("npu")
     if source is Source.SOFTNPU:
         runtime.install()
         runtime.set_schedule(SEED, MAX_DELAY_US)
-    else:
+    elif source is Source.NPU:
         _load_operators()
     run = Run(
         source, device, preset(options.model), page_layout(DEFAULT_STACK, BLOCK_SIZE), options.tokens, options.out
@@ -208,15 +222,32 @@ def _run(options: argparse.Namespace, source: Source, scheduler: SchedulerProces
         f"afd-dsv4 evidence on {source.value}: {options.model}, {batch.tokens:,} tokens in {len(batch.chunks)} requests"
     )
     _rows(run)
-    _rows_at_full_hidden(run)
-    _controls(run)
-    _memory_scaling(run)
-    _tokens(run)
-    _admission(run, scheduler)
-    _isolation(run)
-    _engine(run)
+    if scheduler is None:
+        _on_cuda(run, getattr(options, "sizes", None))
+    else:
+        _rows_at_full_hidden(run)
+        _controls(run)
+        _memory_scaling(run)
+        _tokens(run)
+        _admission(run, scheduler)
+        _isolation(run)
+        _engine(run)
     _performance(run)
     return _finish(run, options)
+
+
+def _on_cuda(run: Run, sizes: Any) -> None:
+    """All parts but the first, on a CUDA device; `sizes` of them, None for the full ones."""
+    from afd_dsv4.evidence.cuda import parts
+
+    sizes = sizes or parts.FULL
+    run.evidence["stack"]["cuda"] = parts.about(run.device)
+    parts.leave_out(run)
+    parts.more_rows(run, sizes)
+    _controls(run)
+    _memory_scaling(run)
+    for part in parts.PARTS:
+        part(run, sizes)
 
 
 def _load_operators() -> None:
@@ -705,8 +736,9 @@ def _performance(run: Run) -> None:
     seconds = time.time() - psutil.Process().create_time()
     peaks = [resource.getrusage(who).ru_maxrss * 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     run.check("host memory", sum(peaks) <= HOST_LIMIT, f"<= {size(HOST_LIMIT)}", size(sum(peaks)))
-    run.evidence["performance"] = {
-        "device_time": "not_shown_here" if run.source is Source.SOFTNPU else "not measured by this release",
+    where = {Source.SOFTNPU: "not_shown_here", Source.CUDA: "of staging rows only, in reuse"}
+    run.evidence["performance"] |= {
+        "device_time": where.get(run.source, "not measured by this release"),
         "evidence_seconds": figure(round(seconds, 1), "s", run.source),
         "host_memory_peak": figure(peaks[0], "bytes", run.source),
         "host_memory_peak_of_the_largest_child": figure(peaks[1], "bytes", run.source),
@@ -727,6 +759,8 @@ def _points(run: Run) -> list[Point]:
         return Point(number, RFC[number], verdict, because)
 
     where = run.source.value
+    cuda = run.source is Source.CUDA
+    delays = " under seeded delays" if run.source is Source.SOFTNPU else ""
     engine, served = (("engine",), "served by the real engine, ") if run.source is Source.SOFTNPU else ((), "")
     return [
         judged(1, "tokens", "rows", because=f"rows equal to native's, tokens to transformers' model, on {where}")
@@ -738,22 +772,32 @@ def _points(run: Run) -> list[Point]:
             "order",
             "launched",
             "table rule",
-            because=f"rows equal over all cuts under seeded delays, planted faults found, on {where}",
+            because=f"rows equal over all cuts{delays}, planted faults found, on {where}",
         ),
-        elsewhere(3, "order", because=f"events order every reuse in the trace of {where}; no trace of a real device"),
+        judged(
+            3, "order", "reuse", because="events of a CUDA device order every reuse in its traces; no trace of an NPU"
+        )
+        if cuda
+        else elsewhere(3, "order", because=f"events order every reuse in the trace of {where}; no trace of a device"),
         judged(
             4,
             "memory",
             because=f"peak of a forward equal at 1, 2, 4 times the layers, on {where}; tails grow with layers",
         ),
-        elsewhere(5, because="no timing of a device"),
-        judged(6, "isolation", because="plugin loaded and off: every upstream symbol is the identical object"),
+        judged(5, "cost", "reuse: the host", because="staging rows on one CUDA device; no timing of an NPU")
+        if cuda
+        else elsewhere(5, because="no timing of a device"),
+        elsewhere(6, because="vLLM and vllm-ascend are not looked for on a CUDA device")
+        if cuda
+        else judged(6, "isolation", because="plugin loaded and off: every upstream symbol is the identical object"),
         elsewhere(
             7,
-            "admission",
+            *(() if cuda else ("admission",)),
             "rows",
             *engine,
-            because=f"scheduled by the real scheduler, executed on {where}, {served}not on Ascend",
+            because=f"executed on {where}, not scheduled, not on Ascend"
+            if cuda
+            else f"scheduled by the real scheduler, executed on {where}, {served}not on Ascend",
         ),
     ]
 
@@ -763,7 +807,7 @@ def _finish(run: Run, options: argparse.Namespace) -> int:
     failed = [check for check in run.checks if not check.passed]
     passed = not failed and all(point.verdict is not Verdict.FAIL for point in points)
     run.evidence["verdicts"] = {
-        "points": [{**asdict(point), "verdict": point.verdict.value} for point in points],
+        "points": [{**asdict(point), "verdict": point.verdict.value, "source": run.source.value} for point in points],
         "checks": [asdict(check) for check in run.checks],
     }
     run.evidence["passed"] = passed
@@ -782,6 +826,8 @@ def _finish(run: Run, options: argparse.Namespace) -> int:
         print(f"FAIL {check.name}: expected {check.expected}, found {check.found}")
     if run.source is Source.SOFTNPU:
         print("Everything here ran on the software NPU (CPU threads). No one has run this on Ascend hardware yet.")
+    if run.source is Source.CUDA:
+        print("Everything here ran on a CUDA device. No one has run this on Ascend hardware yet.")
     return 0 if passed else 1
 
 

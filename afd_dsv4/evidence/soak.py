@@ -11,8 +11,9 @@ shutdown. A few rounds of the same load with fences off must all corrupt bytes a
 nothing and fails: their streams starve until the host waits, so that a disorder shows on a slow machine as on a fast
 one. Load and faults are a function of the seed; the order in which streams advance is not.
 On the software NPU that order is made hostile, and each runtime's first executions run under its race detector, with
-pages touched one by one so that it can tell them apart. A stream is held by an external event that nobody records:
-where there are none (CUDA) the faults that need one are left out, as the printed table of faults shows.
+pages touched one by one so that it can tell them apart. On CUDA launches are held up at random. A stream is held for
+good by an external event that nobody records: where there are none (CUDA) the faults that need one are left out, as the
+printed table of faults shows.
 
     python -m afd_dsv4.softnpu -- python -m afd_dsv4.evidence.soak
 """
@@ -25,8 +26,9 @@ import multiprocessing
 import os
 import random
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,6 +72,7 @@ UNORDERED_EXECUTIONS = 150
 # Much longer than the host takes for a launch: how fast it is must not decide whether a disorder shows. Under the
 # soak's own schedules 8 of 120 rounds with fences off showed none.
 UNORDERED_STARVE_US = 10_000
+CYCLES_PER_US = 1_700  # of a CUDA device, about; a pause need not be exact
 
 
 class World(Load):
@@ -333,11 +336,29 @@ def hostile(lab: Lab, rng: random.Random, *, ordered: bool) -> Iterator[None]:
         starve, longest_us = True, UNORDERED_STARVE_US
     if on_softnpu(lab):
         softnpu.set_schedule(seed, longest_us, starve=starve)
+    elif lab.device.type == "cuda":
+        lab.pause = _pauses(random.Random(seed), longest_us)
     try:
         yield
     finally:
         if on_softnpu(lab):
             softnpu.set_schedule(0)
+        lab.pause = lambda: None
+
+
+def _pauses(rng: random.Random, longest_us: int) -> Callable[[], None]:
+    """Something that lets the current CUDA stream stand still, before one launch in eight."""
+    import torch
+
+    lock = threading.Lock()  # both uBatches' threads draw
+
+    def pause() -> None:
+        with lock:
+            us = rng.randrange(longest_us) if rng.random() < 0.125 else 0
+        if us:
+            torch.cuda._sleep(us * CYCLES_PER_US)
+
+    return pause
 
 
 @contextmanager
@@ -437,6 +458,23 @@ class Job:
         return blind, soak(lab, seed=self.seed, executions=per_round, rounds=mine, started=self.started)
 
 
+def play(tasks: Sequence[Job]) -> tuple[list[int], list[Totals]]:
+    """Do all jobs, each in a process of its own if there are several.
+
+    Returns:
+        The blind rounds of the negative control, and the totals by job.
+
+    Raises:
+        NoDevice: it is not there.
+    """
+    if len(tasks) == 1:
+        done = [tasks[0].run()]
+    else:
+        with ProcessPoolExecutor(len(tasks), multiprocessing.get_context("spawn")) as pool:
+            done = list(pool.map(Job.run, tasks))
+    return sorted(index for found, _ in done for index in found), [part for _, part in done]
+
+
 def failures(blind: Sequence[int], parts: Sequence[Totals]) -> list[str]:
     """Everything for which the soak fails, in words.
 
@@ -477,15 +515,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = "the software NPU" if software else f"{asked.device}, as torch has it"
     print(f"soak on {name}, seed {asked.seed}, {asked.rounds} rounds in {jobs} processes", flush=True)
     try:
-        if jobs == 1:
-            done = [task.run() for task in tasks]
-        else:
-            with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-                done = list(pool.map(Job.run, tasks))
+        blind, parts = play(tasks)
     except NoDevice as error:
         parser.error(str(error))
-    blind = sorted(index for found, _ in done for index in found)
-    parts = [part for _, part in done]
     wrong = failures(blind, parts)
     report(sum(parts, Totals()), parts, blind, time.monotonic() - started)
     for failure in wrong:

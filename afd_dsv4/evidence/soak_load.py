@@ -116,6 +116,7 @@ class Lab:
         auxiliary: a third one.
         gates: all that were made since the device last stood still.
         can_hold: whether a stream can be made to stop.
+        pause: called before a launch is queued, on its stream; for a device that can be made to pause there.
     """
 
     def __init__(self, device: str) -> None:
@@ -138,6 +139,7 @@ class Lab:
         self.threads = ThreadPoolExecutor(2)
         self.can_hold = hasattr(self.module, "ExternalEvent")
         self.gates: list[Gate] = []
+        self.pause: Callable[[], None] = lambda: None
         self.module.synchronize()
 
     def on(self, stream: Any) -> None:
@@ -488,6 +490,7 @@ class Load:
         stream = self.lab.auxiliary if kind in style.auxiliary else part.stream
         ledger, nothing = self.lab.ledgers.of(stream.stream_id), self.lab.nothing
         self.lab.on(stream)
+        self.lab.pause()
         for index, split in enumerate(part.splits):
             last = index == len(part.splits) - 1
             if last and fault is Fault.BETWEEN:

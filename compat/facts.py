@@ -96,12 +96,13 @@ def facts_from(vllm_config: Any, platform: type, stack: InstalledStack, verdict:
         max_num_seqs=scheduler.read("max_num_seqs", int),
         max_num_batched_tokens=scheduler.read("max_num_batched_tokens", int),
         block_size=cache.read("block_size", int),
-        kernels=_kernels(os.environ),
+        kernels=kernels_here(os.environ),
         unread=tuple(unread),
     )
 
 
-def _kernels(environment: Mapping[str, str]) -> KernelFacts:
+def kernels_here(environment: Mapping[str, str]) -> KernelFacts:
+    """The kernels of the afd executor that this machine has; it loads none."""
     try:
         found = library.find(environment)
     except InputError as error:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from afd_dsv4.admission import GIB
+from afd_dsv4.compat.stack import release
 from afd_dsv4.config import DEFAULT_SLOTS, Mode
 from afd_dsv4.doctor import logs, machine, metrics, planned, queue
 from afd_dsv4.doctor.facts import Finding, Server, Severity, first_known
@@ -98,6 +99,8 @@ def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[
         ]
     )
     taken: list[str] = []
+    if log and log.version and here.has_vllm and here.stack and release(here.stack.vllm) != release(log.version):
+        taken.append(f"the log is of vLLM {log.version}, not of this machine's")
     geometry = tried(lambda: _geometry(given, server, read_model, taken))
     layout = tried(lambda: _layout(given, here, server, geometry, taken))
     options: Mapping[str, Any] = file if file is not None else log.options if log else {}
@@ -113,7 +116,7 @@ def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[
     slots = given.slots or (plan.settings.slots if plan.settings else DEFAULT_SLOTS)
     hbm = None if given.hbm_gib is None else int(given.hbm_gib * GIB)
     case = tried(lambda: queue.case_of(server, geometry, layout, prompt=given.prompt_tokens, hbm=hbm, slots=slots))
-    if case and (given.prompt_tokens or server.engines or hbm):
+    if case and (given.prompt_tokens or hbm or any(engine.stuck for engine in server.engines)):
         taken += [f"asynchronous scheduling {'on' if queue.ASYNC_ASSUMED else 'off'}"] * (
             server.async_scheduling is None
         )
@@ -124,7 +127,7 @@ def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[
     found += log.findings if log else ()
     found += _hits_of_a_log(log, server)
     found += machine.findings(here, environment, wanted)
-    found += _gate(plan)
+    found += _gate(plan, here)
     batch = server.max_num_batched_tokens
     return Report(
         machine=here,
@@ -132,7 +135,11 @@ def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[
         log_said=log.plugin if log else None,
         server=server,
         taken=tuple(taken),
-        sizes=case.sizes(batch) if case and batch else None,
+        sizes=plan.decision.sizes
+        if plan.decision and plan.decision.active
+        else case.sizes(batch)
+        if case and batch
+        else None,
         findings=tuple(sorted(_once(found), key=lambda finding: finding.severity is Severity.NOTE)),
         errors=tuple(errors),
     )
@@ -143,7 +150,9 @@ def _geometry(
 ) -> ModelGeometry | None:
     """The model that was given, else the preset whose name is in the server's own."""
     if given.model is not None:
-        return read_model(given.model)
+        geometry = read_model(given.model)
+        geometry.check_stock_operator()
+        return geometry
     name = re.search(r"deepseek-?v4[^/]*(flash|pro)", server.model or "", re.IGNORECASE)
     if name is None:
         return None
@@ -160,7 +169,13 @@ def _layout(
     if name is None:
         name = DEFAULT_STACK
         taken += [f"pages of {name}"] * (geometry is not None)
-    return page_layout(name, server.block_size)
+    try:
+        return page_layout(name, server.block_size)
+    except InputError:
+        if server.sources.get("block_size") in ("given", "config"):
+            raise
+        taken.append(f"block size {server.block_size} for that of another model: {name} has no such pages")
+        return None
 
 
 def _hits_of_a_log(log: logs.Log | None, server: Server) -> list[Finding]:
@@ -183,10 +198,12 @@ def _hits_of_a_log(log: logs.Log | None, server: Server) -> list[Finding]:
     ]
 
 
-def _gate(plan: planned.Planned) -> list[Finding]:
+def _gate(plan: planned.Planned, here: machine.Machine) -> list[Finding]:
     if plan.settings is None:
         remedy = "correct the setting; a server started with it ends with the same line"
         return [Finding("settings", Severity.PROBLEM, plan.error or "settings cannot be read", (), (remedy,))]
+    if plan.error and here.has_vllm:
+        return [Finding("options", Severity.PROBLEM, plan.error, (), ("vLLM would refuse it, too; correct it",))]
     if plan.decision is None or not plan.decision.refused:
         return []
     return [

@@ -12,17 +12,24 @@ Not here: the decision (`gate.py`).
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from afd_dsv4.compat.adapters import ADAPTERS, full_name
+from afd_dsv4.compat.facts import kernels_here
 from afd_dsv4.config import Mode, Settings, read
 from afd_dsv4.doctor.machine import Machine
 from afd_dsv4.gate import (
+    ATTENTION,
     CAM_ASYNC,
     CUDA_ONLY,
+    DEVICES,
+    FCFS,
+    FULL_DECODE_ONLY,
     NATIVE_WORKER,
+    NO_GRAPHS,
     NPU_PLATFORM,
     AfdFacts,
     Decision,
@@ -93,14 +100,8 @@ def plan(
         geometry: the model, None where it is not known.
         max_num_batched_tokens, block_size, max_num_seqs: from wherever they are known.
     """
-    additional = options.get("additional_config")
-    if isinstance(additional, str):
-        try:
-            additional = json.loads(additional)
-        except ValueError:
-            return Planned(None, None, "additional_config: is no JSON; give an object")
     try:
-        settings = read(additional, environment)
+        settings = read(_Options(options, "").inner("additional_config").values, environment)
     except InputError as error:
         return Planned(None, None, str(error))
     if settings.mode is Mode.OFF:
@@ -110,86 +111,136 @@ def plan(
     assumed: list[str] = []
     if geometry is None:
         assumed.append("the model is DeepSeek-V4-Flash")
+    server = (
+        _or(max_num_batched_tokens, 8192, "max_num_batched_tokens", assumed),
+        _or(block_size, 128, "block_size", assumed),
+        _or(max_num_seqs, 16, "max_num_seqs", assumed),
+    )
     try:
-        facts = EngineFacts(
-            **_facts(options, additional if isinstance(additional, Mapping) else {}, machine, assumed),
-            geometry=geometry or preset("flash"),
-            max_num_batched_tokens=_or(max_num_batched_tokens, 8192, "max_num_batched_tokens", assumed),
-            block_size=_or(block_size, 128, "block_size", assumed),
-            max_num_seqs=_or(max_num_seqs, 16, "max_num_seqs", assumed),
-        )
-        return Planned(settings, decide(settings, facts), assumed=tuple(assumed))
-    except TypeError as error:  # vLLM would refuse such an option, too
-        return Planned(settings, None, f"options of vLLM: one has a type that cannot be ({error}); correct it")
+        facts = _facts(options, machine, environment, geometry or preset("flash"), server, assumed)
+    except InputError as error:
+        return Planned(settings, None, str(error))
+    return Planned(settings, decide(settings, facts), assumed=tuple(assumed))
 
 
 def _facts(
     options: Mapping[str, Any],
-    additional: Mapping[str, Any],
     machine: Machine,
+    environment: Mapping[str, str],
+    geometry: ModelGeometry,
+    server: tuple[int, int, int],
     assumed: list[str],
-) -> dict[str, Any]:
+) -> EngineFacts:
+    """Every fact by name, so that one that is new is not forgotten here."""
     assert machine.stack is not None
+    asked = _Options(options, "")
+    additional = asked.inner("additional_config")
+    drafting, compilation = asked.inner("speculative_config"), asked.inner("compilation_config")
     stack, afd = machine.stack, _afd(additional, machine)
     adapter = ADAPTERS.get((full_name(stack.name, stack.afd) if afd else stack.name) or "")
-    drafting = options.get("speculative_config") or {}
-    drafting = drafting if isinstance(drafting, Mapping) else {}
     loaded = any(plugin.name == "ascend" and plugin.loaded for plugin in machine.plugins)
-    transfer = next((key for key in _TRANSFERS if options.get(key)), None)
-    stages = (afd.stages or 1) if afd else 1
-    assumed += ["the device is an A2 or A3", "vLLM's second model runner and scheduler are not chosen elsewhere"]
-    return {
-        "stack": str(stack),
-        "stack_name": stack.name,
-        "worker_class": adapter.worker if adapter else None,
-        "covers": adapter.covers if adapter else frozenset(),
-        "drift": machine.verdict.reasons if machine.verdict and not machine.verdict.holds else (),
-        "unread": (),
-        "platform": NPU_PLATFORM if loaded else "none of vllm-ascend's, which is not loaded",
-        "device": "A2",
-        "model_type": "deepseek_v4",
-        "geometry_error": None,
-        "afd": afd,
-        "worker_cls": _worker(options.get("worker_cls")),
-        "kv_transfer": transfer,
-        "prefix_caching": bool(options.get("enable_prefix_caching", True)),
-        "decode_context_parallel": options.get("decode_context_parallel_size", 1),
-        "prefill_context_parallel": options.get("prefill_context_parallel_size", 1),
-        "pipeline_parallel": options.get("pipeline_parallel_size", 1),
-        "dsa_context_parallel": bool(additional.get("enable_dsa_cp", False)),
-        "model_runner_v2": False,
-        "sleep_mode": bool(options.get("enable_sleep_mode", False)),
-        "lora": bool(options.get("enable_lora", False)),
-        "policy": options.get("scheduling_policy", "fcfs"),
-        "scheduler_cls": options.get("scheduler_cls"),
-        "overlap": bool(additional.get("multistream_dsv4_dsa_overlap", True)),
-        "async_scheduling": options.get("async_scheduling") is not False,
-        "speculative_method": drafting.get("method"),
-        "speculative_tokens": drafting.get("num_speculative_tokens") or 0,
-        "graphs": _graphs(options, assumed),
-        "ubatches": max(2 if options.get("enable_dbo") else options.get("ubatch_size") or 0, stages),
-        "native_tail": bool(additional.get("enable_dsv4_shared_compressor_workspace", False)),
-    }
+    mode = compilation.text("cudagraph_mode")
+    graphs = NO_GRAPHS if asked.flag("enforce_eager", False) else (mode or NO_GRAPHS).upper()
+    worker = asked.text("worker_cls") or "auto"
+    ubatches = 2 if asked.flag("enable_dbo", False) else asked.number("ubatch_size", 0)
+    assumed += ["the device is an A2 or A3", "vLLM's second model runner is not chosen"]
+    assumed += [f"no graphs but {FULL_DECODE_ONLY}"] * (graphs == NO_GRAPHS and not asked.flag("enforce_eager", False))
+    batch, block_size, seqs = server
+    return EngineFacts(
+        stack=str(stack),
+        stack_name=stack.name,
+        worker_class=adapter.worker if adapter else None,
+        covers=adapter.covers if adapter else frozenset(),
+        drift=machine.verdict.reasons if machine.verdict and not machine.verdict.holds else (),
+        unread=(),
+        platform=NPU_PLATFORM if loaded else "none of vllm-ascend's, which is not loaded",
+        device=DEVICES[0],
+        model_type="deepseek_v4",
+        geometry=geometry,
+        geometry_error=None,
+        afd=afd,
+        worker_cls=NATIVE_WORKER if worker == "auto" else worker,
+        kv_transfer=next((key for key in _TRANSFERS if options.get(key)), None),
+        prefix_caching=asked.flag("enable_prefix_caching", True),
+        decode_context_parallel=asked.number("decode_context_parallel_size", 1),
+        prefill_context_parallel=asked.number("prefill_context_parallel_size", 1),
+        pipeline_parallel=asked.number("pipeline_parallel_size", 1),
+        dsa_context_parallel=additional.flag("enable_dsa_cp", False),
+        model_runner_v2=False,
+        sleep_mode=asked.flag("enable_sleep_mode", False),
+        lora=asked.flag("enable_lora", False),
+        policy=asked.text("scheduling_policy") or FCFS,
+        scheduler_cls=asked.text("scheduler_cls"),
+        overlap=additional.flag("multistream_dsv4_dsa_overlap", True),
+        async_scheduling=asked.flag("async_scheduling", True),
+        speculative_method=drafting.text("method"),
+        speculative_tokens=drafting.number("num_speculative_tokens", 0),
+        graphs=graphs,
+        ubatches=max(ubatches, (afd.stages or 1) if afd else 1),
+        native_tail=additional.flag("enable_dsv4_shared_compressor_workspace", False),
+        max_num_seqs=seqs,
+        max_num_batched_tokens=batch,
+        block_size=block_size,
+        kernels=kernels_here(environment),
+    )
 
 
-def _afd(additional: Mapping[str, Any], machine: Machine) -> AfdFacts | None:
+class _Options:
+    """Reads options that may be missing, or null, for vLLM's default; one of another type is refused by name."""
+
+    def __init__(self, values: Mapping[str, Any], path: str) -> None:
+        self.values, self._path = values, path
+
+    def inner(self, name: str) -> _Options:
+        value = self.values.get(name)
+        if isinstance(value, str):  # as on a command line
+            try:
+                value = json.loads(value)
+            except ValueError:
+                self._refuse(name, value, "a JSON object")
+        if value is not None and not isinstance(value, Mapping):
+            self._refuse(name, value, "an object")
+        return _Options(value or {}, f"{self._path}{name}.")
+
+    def flag(self, name: str, otherwise: bool) -> bool:
+        return bool(self._read(name, bool, otherwise))
+
+    def number(self, name: str, otherwise: int) -> int:
+        return int(self._read(name, int, otherwise))
+
+    def text(self, name: str) -> str | None:
+        value = self._read(name, str, "")
+        return str(value) if value else None
+
+    def _read(self, name: str, kind: type, otherwise: Any) -> Any:
+        value = self.values.get(name)
+        if value is None:
+            return otherwise
+        if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
+            self._refuse(name, value, {bool: "true or false", int: "a whole number", str: "a text"}[kind])
+        return value
+
+    def _refuse(self, name: str, value: object, wanted: str) -> NoReturn:
+        raise InputError(f"option {self._path}{name}", reprlib.repr(value), f"it must be {wanted}")
+
+
+def _afd(additional: _Options, machine: Machine) -> AfdFacts | None:
     """afd-plugin's mapping, as `compat/facts.py` reads it in a process that has afd-plugin."""
-    said = additional.get("afd")
+    said = additional.values.get("afd")
     if said is None or machine.stack is None:
         return None
-    afd = said if isinstance(said, Mapping) else {"role": said}
-    extra = afd.get("connector_extra_config")
-    extra = extra if isinstance(extra, Mapping) else {}
-    connector = str(afd.get("connector", afd.get("afd_connector", "P2pNcclAFDConnector")))
-    cuts = connector == CAM_ASYNC and bool(extra.get("async_moe_ubatching", False))
+    afd = _Options(said if isinstance(said, Mapping) else {"role": said}, "additional_config.afd.")
+    extra = afd.inner("connector_extra_config")
+    connector = afd.text("connector") or afd.text("afd_connector") or "P2pNcclAFDConnector"
+    cuts = connector == CAM_ASYNC and extra.flag("async_moe_ubatching", False)
     pin = machine.stack.afd
     loaded = any(plugin.name == "afd" and plugin.loaded for plugin in machine.plugins)
     return AfdFacts(
-        role=str(afd.get("role", afd.get("afd_role", "attention"))),
+        role=afd.text("role") or afd.text("afd_role") or ATTENTION,
         connector=connector,
-        asynchronous=bool(afd.get("async_dp", afd.get("async", False))),
-        stages=extra.get("async_moe_num_ubatches", 2) if cuts else 1,
-        split=extra.get("async_moe_split", "request"),
+        asynchronous=afd.flag("async_dp" if "async_dp" in afd.values else "async", False),
+        stages=extra.number("async_moe_num_ubatches", 2) if cuts else 1,
+        split=extra.text("async_moe_split") or "request",
         dense=0,
         plugin=f"commit {machine.stack.afd_plugin_commit or 'unknown'}" if machine.stack.afd_plugin else None,
         pin=pin.name if pin else None,
@@ -197,21 +248,6 @@ def _afd(additional: Mapping[str, Any], machine: Machine) -> AfdFacts | None:
         not_loaded=() if loaded else ("afd_plugin",),
         model=CUDA_ONLY if pin and not pin.lacks else None,
     )
-
-
-def _graphs(options: Mapping[str, Any], assumed: list[str]) -> str:
-    if options.get("enforce_eager"):
-        return "NONE"
-    compilation = options.get("compilation_config")
-    mode = compilation.get("cudagraph_mode") if isinstance(compilation, Mapping) else None
-    if isinstance(mode, str):
-        return mode.upper()
-    assumed.append("no graphs, or FULL_DECODE_ONLY")
-    return "NONE"
-
-
-def _worker(given: object) -> str:
-    return given if isinstance(given, str) and given != "auto" else NATIVE_WORKER
 
 
 def _or(value: int | None, otherwise: int, name: str, assumed: list[str]) -> int:

@@ -111,6 +111,7 @@ def findings(case: Case | None, server: Server) -> Iterator[Finding]:
         case: the server with its model, None where blocks cannot be counted.
         server: the same numbers.
     """
+    verdict = None
     if case is not None:
         small = _too_little(case)
         if small:
@@ -122,7 +123,9 @@ def findings(case: Case | None, server: Server) -> Iterator[Finding]:
                 yield from _moving(server)
                 yield from _hits(case, server)
                 return
-    yield from (_stuck(engine, case, server) for engine in server.engines if engine.stuck)
+    stuck = [engine for engine in server.engines if engine.stuck]
+    if stuck and not (verdict and verdict.code == "stuck-although-it-fits"):
+        yield _stuck(stuck, case, server)
     yield from _moving(server)
     yield from _hits(case, server)
 
@@ -142,7 +145,7 @@ def _too_little(case: Case) -> Finding | None:
         return Finding(
             "cache-too-small",
             Severity.PROBLEM,
-            f"{_gib(case.hbm)} GiB hold no KV block: a block spans all {case.geometry.num_layers} layers and takes "
+            f"{case.hbm:,} B hold no KV block: a block spans all {case.geometry.num_layers} layers and takes "
             f"{plan.block_bytes:,} B, and block 0 is never handed out",
             (f"The plugin takes {reserved:,} B of it before.",) if reserved else (),
             (f"offer at least {math.ceil(least * 100 / GIB) / 100:.2f} GiB",),
@@ -352,21 +355,23 @@ def _multiplier(whole: dict[str, int], plan: KvPlan, case: Case) -> str:
     )
 
 
-def _stuck(engine: Engine, case: Case | None, server: Server) -> Finding:
+def _stuck(engines: list[Engine], case: Case | None, server: Server) -> Finding:
     """A queue that is stuck, with nobody knowing of what length its first prompt is."""
-    batch = server.max_num_batched_tokens
-    side = bool(server.plugin)
+    batch, side = server.max_num_batched_tokens, bool(server.plugin)
     free = case.free(batch or TYPICAL_BATCHES[-1], plugin=side) if case else None
-    have = "all blocks" if free is None else f"all {free:,} blocks"
     why = [
         (
-            f"Nobody runs, so {have} are free, and still the first request of the queue wants more. Nobody will free "
-            "any: it waits until it is aborted or the server is restarted, and nothing behind it is tried."
+            f"Nobody runs, so all {'' if free is None else f'{free:,} '}blocks are free, and still the first request "
+            "of the queue wants more. Nobody will free any: it waits until it is aborted or the server is restarted, "
+            "and nothing behind it is tried."
         ),
+        *(f"So do others: {_queue(engine)}." for engine in engines[1:]),
     ]
     remedies = []
-    numbers: dict[str, Any] = {"engine": engine.name, "waiting": engine.for_capacity, "free_blocks": free}
-    missing = _missing(case, server)
+    numbers: dict[str, Any] = {
+        "engines": {engine.name: engine.for_capacity for engine in engines},
+        "free_blocks": free,
+    }
     if case and free is not None:
         rows = _largest_prompts(case, (batch,) if batch else TYPICAL_BATCHES)
         numbers["largest_prompt"] = {str(tokens): {"native": one, "plugin": two} for tokens, one, two in rows}
@@ -377,18 +382,22 @@ def _stuck(engine: Engine, case: Case | None, server: Server) -> Finding:
                 for tokens, one, two in rows
             ),
         ]
-        if case.layout and not side:
+        if all(row[1 + side] == case.max_model_len - 1 for row in rows):
+            why.append(
+                "By these numbers every prompt starts: one of them is not the server's, or its model is another."
+            )
+        elif not side:
             why.append(
                 f"Who multiplies: the compressors' states, one block for every {case.layout.c4_page_rows} tokens "
-                f"(C4) and for every {case.layout.c128_page_rows} (C128) of the batch."
+                f"(C4) and one for every {case.layout.c128_page_rows} (C128) of the batch."
             )
             remedies.append("a smaller --max-num-batched-tokens, or this plugin: see the table")
-    if missing:
-        remedies.append(f"to know which, give {', '.join(missing)}")
+    if missing := _missing(case, server):
+        remedies.append(f"to know more, give {', '.join(missing)}")
     return Finding(
         "stuck-queue",
         Severity.PROBLEM,
-        f"{_queue(engine)}: the first of the queue never starts",
+        f"{_queue(engines[0])}: the first of the queue never starts",
         tuple(why),
         tuple(remedies),
         _STUCK,
@@ -488,7 +497,9 @@ def _hits(case: Case | None, server: Server) -> Iterator[Finding]:
             {"multiple": multiple, "queries": server.queries, "mean_prompt": server.mean_prompt},
         )
         return
-    remedies = [f"prompts that share more than {multiple:,} tokens, or --no-enable-prefix-caching: it only costs"]
+    remedies = [
+        f"prompts that share more than {multiple:,} tokens, or --no-enable-prefix-caching, since it only costs here"
+    ]
     if case.layout.block_size > 32:
         remedies.insert(0, "--block-size 32, with which a hit needs 4,096")
     yield Finding(
@@ -506,7 +517,7 @@ def _hits(case: Case | None, server: Server) -> Iterator[Finding]:
             "The plugin does not change this, and does not run with prefix caching yet.",
         ),
         tuple(remedies),
-        ("vllm-project/vllm-ascend#16270", "vllm-project/vllm-ascend#12589"),
+        ("vllm-project/vllm-ascend#16270", "vllm-project/vllm-ascend#12589")[: 1 + (case.layout.block_size > 32)],
         {"multiple": multiple, "queries": server.queries, "hits": 0, "mean_prompt": server.mean_prompt},
     )
 

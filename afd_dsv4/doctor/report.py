@@ -239,7 +239,7 @@ def _sizes(sizes: WorkspaceSizes | None) -> Iterator[str]:
     yield (
         f"with the plugin {sizes.device_bytes / MIB:,.1f} MiB on each worker: tails {sizes.tail_bytes / MIB:,.1f} MiB "
         f"({sizes.tail_bytes_per_request:,} B a request), {sizes.slots} workspace slots and their tables "
-        f"{slots / MIB:,.1f} MiB; {sizes.host_bytes / MIB:,.1f} MiB of pinned host memory"
+        f"{slots / MIB:,.1f} MiB; {sizes.host_bytes / 1024:,.0f} KiB of pinned host memory"
     )
 
 
@@ -258,6 +258,8 @@ def _server(server: Server, taken: tuple[str, ...]) -> Iterator[str]:
     words = {True: "on", False: "off"}
     by_source: dict[str, list[str]] = {}
     for name, value in server.known().items():
+        if name in ("hits", "queries", "preemptions") and not value and not (name == "hits" and server.queries):
+            continue
         shown = _SHOWN[name].format(words[value] if isinstance(value, bool) else value)
         by_source.setdefault(server.sources[name], []).append(shown)
     if not by_source and not server.engines:

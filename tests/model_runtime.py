@@ -132,6 +132,10 @@ class ModelRuntime:
         self.most = 0
         self._mint = GenerationMint()
 
+    @property
+    def num_layers(self) -> int:
+        return self.shape.layers + 1  # the last one has no compressor
+
     def mint(self) -> Generation:
         return self._mint.mint()
 

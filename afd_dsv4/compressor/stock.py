@@ -532,6 +532,11 @@ class StockRuntime:
         """Whether the device may touch a seat's pages at any time."""
         return seat in self._last and self.arena.in_doubt(self._last[seat])
 
+    @property
+    def num_layers(self) -> int:
+        """Of the model."""
+        return self.geometry.num_layers
+
     def mint(self) -> Generation:
         """A generation for a forward whose uBatches are begun one by one."""
         return _MINT.mint()

@@ -7,10 +7,13 @@ Problem: with afd-plugin's CAMAsyncAFDConnector one thread computes the attentio
 sent cannot be taken back: if the forward breaks off with an item under way, nobody can say when the device is done with
 what was queued (the receive may spin for ever), and the authors of the connector call a blind drain unsafe.
 Way: a work item has no identity of its own, so it gets ours: generation, stage, layer. The connector's subclass says
-`sent` before it hands an item over, and `received` once the receive is queued; both are checked against the schedule.
+`sent` before it hands an item over, and `received` once the receive is queued; both are checked against the schedule:
+stages send in turn, each a layer that is not behind any of theirs, the stages behind the first the layer of the first,
+and one item is under way at a time. Layers may be left out (those without experts send nothing), their compressors not.
 A forward that ends with an item under way has its open executions quarantined, one line says why. Where that fails they
 stay open, so that nobody gets what they hold: none is ever sealed, since no fence of ours covers what was sent. Failed
-is failed: nothing more may be sent or received for this forward.
+is failed: nothing more may be sent or received for this forward, which does not end as if nothing had happened,
+whoever caught the error.
 Not here: tensors (`boundary.py`), and where the calls come from (adapters). It imports neither torch nor vLLM.
 
 Contract: `connectors/npu/async_cam.py` and `model_executor/models/npu/deepseek_v2_async_cam_forward.py` of
@@ -53,6 +56,8 @@ class CamForward(Forward[E]):
         self.under_way: dict[int, int] = {}
         self.failed: str | None = None
         self._last = [-1] * len(self)  # by stage, the layer that was sent last
+        self._turn = 0  # which stage sends next
+        self._first: CamError | None = None  # that made it fail
 
     @classmethod
     def from_stages(
@@ -92,19 +97,31 @@ class CamForward(Forward[E]):
             stage: index of the stage.
 
         Raises:
-            CamError: the forward has failed or is over, has no such stage, the stage has an item under way, is
-                finished, has been at this layer, or has not launched all compressors of it. The forward has failed.
+            CamError: the forward has failed or is over, or has no such stage; the model has no such layer; an item is
+                under way; the stage is finished, has been at this layer, is not next to send, or has not launched all
+                compressors up to it. The forward has failed.
         """
         if self.failed is not None or self._over or not 0 <= stage < len(self.executions):
             self._refuse(f"layer {layer}", stage)
         if stage in self.under_way:
             self._fail(f"sends layer {layer} before it has received that of layer {self.under_way[stage]}", stage)
+        for other, sent in self.under_way.items():
+            self._fail(f"sends layer {layer} before stage {other} has received that of layer {sent}", stage)
+        if not 0 <= layer < self.runtime.num_layers:
+            self._fail(f"sends layer {layer} of a model that has {self.runtime.num_layers}", stage)
         if stage in self._finished:
             self._fail(f"sends layer {layer} after it was finished", stage)
         if layer <= self._last[stage]:
             self._fail(f"sends layer {layer} behind layer {self._last[stage]}", stage)
-        if not self.executions[stage].computed(layer):
-            self._fail(f"sends layer {layer}, and has not launched all of its compressors; their rows are lost", stage)
+        if stage != self._turn or (stage > 0 and layer != self._last[0]):
+            due = f"layer {self._last[0]} of stage {self._turn}" if self._turn else "stage 0"
+            self._fail(f"sends layer {layer} out of turn: {due} comes next", stage)
+        computed = self.executions[stage].computed
+        if not computed(layer) or not all(map(computed, range(self._last[stage] + 1, layer))):
+            self._fail(
+                f"sends layer {layer}, and has not launched all compressors up to it; their rows are lost", stage
+            )
+        self._turn = (stage + 1) % len(self._last)
         self._last[stage] = layer
         self.under_way[stage] = layer
 
@@ -130,7 +147,8 @@ class CamForward(Forward[E]):
 
     def _fail(self, why: str, stage: int) -> None:
         self.failed = f"stage {stage} of generation {self.generation} {why}"
-        raise CamError(self.failed)
+        self._first = CamError(self.failed)
+        raise self._first
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -138,12 +156,13 @@ class CamForward(Forward[E]):
         """Settle every execution; quarantine those that are open if an item is under way.
 
         Raises:
-            CamError: an item is under way, and no exception says why.
+            CamError: an item is under way, and no exception says why; or the forward has failed, and the exception
+                with which it ends, if any, is another one that does not come of that.
             BrokenOff: see `Forward`.
         """
         if self.under_way:
             items = ", ".join(f"layer {layer} of stage {stage}" for stage, layer in self.under_way.items())
-            cause = "it ended" if error is None else f"{type(error).__name__}: {error}"
+            cause = (self.failed or "it ended") if error is None else f"{type(error).__name__}: {error}"
             why = f"generation {self.generation} has sent {items} and not received it: {cause}"
             _logger.error("afd-dsv4: %s. Nobody can tell when its work is over; restart the worker", why)
             lost = CamError(why) if error is None else None
@@ -160,3 +179,15 @@ class CamForward(Forward[E]):
         if error is not None and self.failed is None:
             self.failed = f"{type(error).__name__}: {error}"
         super().__exit__(kind, error, trace)
+
+    def _report(self, error: BaseException | None) -> None:
+        """Also that it failed, if whoever was told has kept it to himself."""
+        first = self._first
+        told = error is not None and (
+            isinstance(error, CamError)
+            or not isinstance(error, Exception)
+            or first in (error.__cause__, error.__context__)
+        )
+        if first is not None and not told and not self._errors:
+            raise first
+        super()._report(error)

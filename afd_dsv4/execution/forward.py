@@ -48,6 +48,10 @@ E_co = TypeVar("E_co", bound=Execution, covariant=True)
 class Runtime(Protocol[E_co]):
     """What a forward asks of the runtime; `compressor.stock.StockRuntime` is one."""
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+
     def mint(self) -> Generation:
         """A new generation."""
 

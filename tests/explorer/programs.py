@@ -178,6 +178,10 @@ class Stages:
         self.world = world
         self.open: list[Stage] = []
 
+    @property
+    def num_layers(self) -> int:
+        return len(self.world.steps) // len(self.world.kinds)
+
     def mint(self) -> Generation:
         return Generation(1)
 

@@ -135,7 +135,7 @@ def test_a_layer_without_compressors_is_sent_like_any_other() -> None:
         for stage in (0, 1):
             for layer in range(LAYERS):
                 world.attention(layer, stage)
-            world.forward.sent(LAYERS, stage)
+            world.forward.sent(LAYERS, stage)  # and those before it had no experts
             assert world.forward.received(stage) == LAYERS
 
     world.within(body)
@@ -148,6 +148,17 @@ def test_a_layer_without_compressors_is_sent_like_any_other() -> None:
         ("stage 0 of generation 1 sends layer 0 behind layer 0", [("s", 0, 0), ("r", 0), ("s", 0, 0)]),
         ("stage 1 of generation 1 receives what it has not sent", [("s", 0, 0), ("r", 1)]),
         ("stage 0 of generation 1 receives what it has not sent", [("s", 0, 0), ("r", 0), ("r", 0)]),
+        ("stage 1 of generation 1 sends layer 0 out of turn: stage 0 comes next", [("s", 0, 1)]),
+        ("stage 0 of generation 1 sends layer 1 out of turn: layer 0 of stage 1", [("s", 0, 0), ("r", 0), ("s", 1, 0)]),
+        ("stage 1 of generation 1 sends layer 1 out of turn: layer 0 of stage 1", [("s", 0, 0), ("r", 0), ("s", 1, 1)]),
+        ("stage 1 of generation 1 sends layer 0 before stage 0 has received", [("s", 0, 0), ("s", 0, 1)]),
+        ("stage 0 of generation 1 sends layer 1000000 of a model that has 4", [("s", 10**6, 0)]),
+        ("stage 0 of generation 1 sends layer 4 of a model that has 4", [("s", 4, 0)]),
+        ("stage 0 of generation 1 sends layer -1 of a model that has 4", [("s", -1, 0)]),
+        (
+            "stage 0 of generation 1 sends layer 3, and has not launched all comp",
+            [("s", 0, 0), ("r", 0), ("t",), ("s", 3, 0)],
+        ),
         ("stage 2 of generation 1 is none: this forward has 2", [("s", 0, 2)]),
         ("stage -1 of generation 1 is none: this forward has 2", [("r", -1)]),
     ],
@@ -156,10 +167,15 @@ def test_a_stage_that_leaves_its_schedule_fails_the_forward(words: str, steps: l
     world = World()
 
     def body() -> None:
+        calls: dict[object, Callable[..., object]] = {
+            "s": world.forward.sent,
+            "r": world.forward.received,
+            "t": lambda: (world.attention(0, 1), world.forward.sent(0, 1), world.forward.received(1)),
+        }
         for layer in range(2):
             world.attention(layer, 0)
         for name, *where in steps:
-            (world.forward.sent if name == "s" else world.forward.received)(*where)  # type: ignore[operator]
+            calls[name](*where)
 
     refused(world, words, body)
 
@@ -174,6 +190,51 @@ def test_a_failed_forward_refuses_what_comes_although_somebody_caught_the_error(
         world.forward.sent(0, 0)
 
     refused(world, "moves layer 0 of stage 0 after it failed: stage 0 of generation 1 receives what it has not", body)
+
+
+@pytest.mark.parametrize("ends", [None, Failure, KeyboardInterrupt])
+@pytest.mark.parametrize("what", ["all launched", "launches missing", "an item under way"])
+def test_a_forward_whose_error_somebody_caught_does_not_end_as_if_nothing_had_happened(
+    what: str, ends: type[BaseException] | None
+) -> None:
+    world = World()
+
+    def body() -> None:
+        if what == "all launched":
+            schedule(attention=world.attention, forward=world.forward)
+        if what == "an item under way":
+            world.attention(0, 0)
+            world.forward.sent(0, 0)
+        with pytest.raises(CamError, match="receives what it has not sent"):
+            world.forward.received(1)
+        if ends is not None:
+            raise ends("planted")
+
+    if ends is KeyboardInterrupt:  # never replaced
+        with pytest.raises(KeyboardInterrupt):
+            world.within(body)
+    else:
+        with pytest.raises(CamError, match="stage 1 of generation 1 receives what it has not sent") as raised:
+            world.within(body)
+        assert ends is None or isinstance(raised.value.__context__, ends)
+    assert world.forward.failed is not None
+    assert world.runtime.open == {}
+    if what == "an item under way":
+        assert world.states() == [LeaseState.QUARANTINED, LeaseState.QUARANTINED]
+
+
+def test_an_error_that_comes_of_the_failure_is_not_replaced() -> None:
+    world = World()
+
+    def body() -> None:
+        schedule(attention=world.attention, forward=world.forward)
+        try:
+            world.forward.received(0)
+        except CamError as error:
+            raise Failure("in other words") from error
+
+    with pytest.raises(Failure):
+        world.within(body)
 
 
 def test_a_forward_that_is_over_sends_and_receives_nothing() -> None:
@@ -272,10 +333,13 @@ def test_a_stage_that_was_finished_keeps_its_fence_when_the_other_is_quarantined
     world = World(stages=[(0, 9), (9, 21)])
 
     def body() -> None:
-        for layer in range(LAYERS):
+        world.attention(0, 0)
+        world.forward.sent(0, 0)
+        world.attention(0, 1)
+        world.forward.received(0)
+        for layer in range(1, LAYERS):
             world.attention(layer, 0)
         world.forward.finish(0)
-        world.attention(0, 1)
         world.forward.sent(0, 1)
         raise Failure
 

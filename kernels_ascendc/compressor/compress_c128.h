@@ -195,6 +195,7 @@ class KernelPoolC128 {
     Floats out = outQ_.template AllocTensor<float>();
     AscendC::DataCopy(out, kv, kColumns);
     outQ_.EnQue(out);
+    VectorBarrier();  // the next task is cast into the same rows
   }
 
   __aicore__ inline void CopyOut(const Task& task) {

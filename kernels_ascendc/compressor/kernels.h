@@ -45,7 +45,7 @@ enum AfdDsv4Dtype { AFD_DSV4_FLOAT32 = 0, AFD_DSV4_BFLOAT16 = 1 };
 enum AfdDsv4Status {
   AFD_DSV4_OK = 0,
   AFD_DSV4_REFUSED = 1,  // arguments no kernel takes; nothing was launched
-  AFD_DSV4_FAULT = 2,    // bad tables, see above; only back ends that wait for the launch (emulation, twin) return it
+  AFD_DSV4_FAULT = 2,    // bad tables, see above; only the emulation, which has run them, returns it
   AFD_DSV4_MISUSE = 3,   // the emulation found a misuse of the device's interface in a kernel: a bug of ours
   AFD_DSV4_RUNTIME = 4,  // the launch itself failed
 };

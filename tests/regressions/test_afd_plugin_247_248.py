@@ -93,7 +93,7 @@ def profile(forward: CamForward[ModelExecution], *, receive: bool = True) -> int
 
 
 def test_a_forward_without_requests_has_all_its_traffic_and_no_workspace_slot() -> None:
-    runtime = ModelRuntime(1)
+    runtime = ModelRuntime(1, layers=LAYERS)
     assert profile(CamForward(runtime, [(), ()])) == 2 * LAYERS
     assert runtime.arena.counters.leases == 0
     assert runtime.device.events == 0
@@ -102,4 +102,4 @@ def test_a_forward_without_requests_has_all_its_traffic_and_no_workspace_slot() 
 def test_an_item_of_a_profile_run_that_is_not_received_is_found() -> None:
     """Negative control: the run holds nothing, and its traffic is followed all the same."""
     with pytest.raises(CamError, match="sends layer 1 before it has received that of layer 0"):
-        profile(CamForward(ModelRuntime(1), [(), ()]), receive=False)
+        profile(CamForward(ModelRuntime(1, layers=LAYERS), [(), ()]), receive=False)

@@ -114,14 +114,24 @@ def scale_forward(
             slots=slots,
         )
         module.synchronize()
-        before = module.memory_allocated()
         module.reset_peak_memory_stats()
+        before, _ = requested(module)
         run_plugin(runtime, batch, inputs, batch.cut_tokens(1), keep=False)
-        transient = module.max_memory_allocated() - before
+        transient = requested(module)[1] - before
         measured = measure(runtime, slots)
         del runtime, inputs, measured["host"]
         found.append(Scaled("layers of a forward", times, **measured, transient=transient))
     return found, broken_laws(found, "layers of a forward", ("transient",))
+
+
+def requested(module: Any) -> tuple[int, int]:
+    """Bytes that tensors have now, and the most since the last reset; an allocator's blocks may be larger, by chance.
+
+    Args:
+        module: torch.npu or torch.cuda.
+    """
+    stats = module.memory_stats()
+    return tuple(int(stats[f"requested_bytes.all.{what}"]) for what in ("current", "peak"))  # type: ignore[return-value]
 
 
 def multiplied(geometry: ModelGeometry, times: int) -> ModelGeometry:

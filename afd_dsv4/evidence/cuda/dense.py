@@ -22,7 +22,7 @@ from afd_dsv4.evidence.rows import Batch, Inputs, Pack, make_inputs, run_plugin
 from afd_dsv4.geometry import ModelGeometry, PageLayout
 from afd_dsv4.workspace.sizing import tail_shapes
 
-ROUNDING = 1 << 20  # allocators round every tensor up
+ROUNDING = 1 << 20  # what is no state: arguments of launches, a few words each
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,8 @@ def peaks(geometry: ModelGeometry, layout: PageLayout, device: torch.device, *, 
         inputs = make_inputs(model, batch, device, seed)
         for measured in (native, ours):
             module.synchronize()
-            module.empty_cache()
-            before = module.memory_allocated()
             module.reset_peak_memory_stats()
+            before, _ = memory.requested(module)
             if measured is native:
                 state = run_dense(model, layout, batch, inputs)
             else:
@@ -120,6 +119,6 @@ def peaks(geometry: ModelGeometry, layout: PageLayout, device: torch.device, *, 
                 tails.append(found["tails"] + found["lists"])
                 del runtime
             module.synchronize()
-            measured.append(Peak(model.num_layers, state, module.max_memory_allocated() - before))
+            measured.append(Peak(model.num_layers, state, memory.requested(module)[1] - before))
         del inputs
     return Peaks((native[0], native[1]), (ours[0], ours[1]), (tails[0], tails[1]))

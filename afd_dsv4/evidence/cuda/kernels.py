@@ -11,6 +11,10 @@ Tables are not trusted: no page outside the pool is touched.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -272,28 +276,53 @@ def compress(
     out: torch.Tensor,
 ) -> None:
     """See `plain.compress`."""
+    if len(out):
+        there = (rows, ape, state, table, starts, cu_seqlens)
+        for kernel, grid, arguments in _launches(*there, norm_weight, rope_cos, rope_sin, norm_eps, out):
+            kernel[grid](*arguments)
+
+
+def prepared(*arguments: Any) -> Callable[[Any], None]:
+    """`compress` with all of its arguments, to be queued again and again on the stream that is given.
+
+    Triton looks at every argument of every launch, which takes the host longer than all else of it.
+    """
+    found = []
+    for kernel, grid, given in _launches(*arguments):
+        runner = kernel.warmup(*given, grid=grid)[(*grid, 1, 1)[:3]]
+        found.append(partial(runner, *given))
+
+    def queue(stream: Any) -> None:
+        for launch in found:
+            launch(stream=stream.cuda_stream)
+
+    return queue
+
+
+def _launches(
+    rows: torch.Tensor,
+    ape: torch.Tensor,
+    state: torch.Tensor,
+    table: torch.Tensor,
+    starts: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    norm_weight: torch.Tensor,
+    rope_cos: torch.Tensor,
+    rope_sin: torch.Tensor,
+    norm_eps: float,
+    out: torch.Tensor,
+) -> list[tuple[Any, tuple[int, ...], tuple[Any, ...]]]:
+    """Kernels, grids and arguments of `compress`."""
     count, dim = out.shape
-    if not count:
-        return
     (ratio, half), rope, requests = ape.shape, rope_cos.shape[1], len(starts)
     block = triton.next_power_of_2(requests)
-    given = (
-        rows,
-        rows.stride(0),
-        ape,
-        state,
-        state.stride(0),
-        len(state),
-        table,
-        table.shape[1],
-        starts,
-        cu_seqlens,
-        requests,
-    )
+    pool = (state, state.stride(0), len(state), table, table.shape[1], starts, cu_seqlens, requests)
+    given = (rows, rows.stride(0), ape, *pool)
     finish = (norm_weight, rope_cos, rope_sin, norm_eps, out)
     if half > dim:
-        _compress[(count,)](*given, *finish, ratio, half, dim, rope, state.shape[1], block)
-        return
+        return [(_compress, (count,), (*given, *finish, ratio, half, dim, rope, state.shape[1], block))]
     pooled = torch.empty((count, dim), dtype=torch.float32, device=out.device)
-    _pool[(count, dim // 32)](*given, pooled, ratio, half, dim, state.shape[1], block, 32)
-    _finish[(count,)](pooled, starts, cu_seqlens, requests, *finish, ratio, dim, rope, block)
+    return [
+        (_pool, (count, dim // 32), (*given, pooled, ratio, half, dim, state.shape[1], block, 32)),
+        (_finish, (count,), (pooled, starts, cu_seqlens, requests, *finish, ratio, dim, rope, block)),
+    ]

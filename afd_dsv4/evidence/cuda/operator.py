@@ -42,7 +42,7 @@ _registered: dict[str, Any] = {}
 
 
 def on(device: torch.device) -> Any:
-    """The module with `save` and `compress` for a device."""
+    """The module with `save`, `compress` and `prepared` for a device."""
     if device.type != "cuda":
         return plain
     from afd_dsv4.evidence.cuda import kernels

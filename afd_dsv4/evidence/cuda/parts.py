@@ -33,8 +33,10 @@ LEFT_OUT = {
     "engine": "the real engine needs vLLM, vllm-ascend and an NPU, real or software",
 }
 CHUNKS = (5, 130, 1, 2, 1, 117, 128, 64)  # inside, at and across windows and pages
-CHEAP_AT, SMALL_AT = 32768, 2048  # tokens at which ordering must cost nothing, and a device-wide wait much
+# Where ordering must cost nothing, and where a device-wide wait must cost much; a batch as short as that is not cut.
+CHEAP_AT, SMALL_AT = "32,768 tokens in 2 uBatches", "2,048 tokens"
 PRIVATE_RATIO, SYNCHRONISED_RATIO, SYNCHRONISED_SMALL_RATIO = 1.0, 1.03, 1.2
+STREAMS = 32  # of torch's pool
 TOUCH_US = 20.0  # of the host, for the touches of one layer of one execution
 
 
@@ -44,7 +46,7 @@ class Sizes:
 
     Attributes:
         more_tokens: of the longer batch.
-        timed: tokens of the stacks that are timed.
+        timed: tokens and uBatches of the stacks that are timed.
         turns: of each way of reuse, at each number of tokens.
         fault_rounds: of each way of reuse with random pauses.
         fault_tokens: of them.
@@ -60,10 +62,10 @@ class Sizes:
     """
 
     more_tokens: int = 65536
-    timed: tuple[int, ...] = (2048, 32768, 65536)
+    timed: tuple[tuple[int, int], ...] = ((2048, 1), (2048, 2), (32768, 2), (65536, 2))
     turns: int = 15
     fault_rounds: int = 20
-    fault_tokens: int = 8192
+    fault_tokens: int = 32768
     stress_tokens: int = 2048
     reuses: int = 100_000
     replays: int = 1000
@@ -78,10 +80,10 @@ class Sizes:
 FULL = Sizes()
 QUICK = Sizes(
     more_tokens=4096,
-    timed=(2048, 4096),
+    timed=((2048, 1), (2048, 2), (32768, 2)),
     turns=3,
     fault_rounds=3,
-    fault_tokens=2048,
+    fault_tokens=16384,
     stress_tokens=1024,
     reuses=1000,
     replays=20,
@@ -104,7 +106,15 @@ def prepare() -> torch.device:
         )
     torch.backends.cuda.matmul.allow_tf32 = False
     operator.register()
-    return torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", torch.cuda.current_device())
+    # cuBLAS takes memory for good on every stream that it first sees, and torch hands out streams of a small pool in
+    # turn: taken now, it is no part of any peak.
+    some = torch.zeros((64, 64), dtype=torch.bfloat16, device=device)
+    for _ in range(STREAMS):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.mm(some, some, out_dtype=torch.float32)
+    torch.cuda.synchronize()
+    return device
 
 
 def about(device: torch.device) -> dict[str, Any]:
@@ -210,13 +220,13 @@ def reuse(run: Run, sizes: Sizes) -> None:
         found: dict[str, Any] = {}
         _faults(run, sizes, found)
         _stress(run, sizes, found)
-        for tokens in sizes.timed:
-            _timing(run, sizes, tokens, found)
+        for tokens, ubatches in sizes.timed:
+            _timing(run, sizes, tokens, ubatches, found)
         run.evidence["performance"]["reuse"] = found
 
 
-def _load(run: Run, tokens: int) -> tuple[staging.Load, torch.Tensor]:
-    load = staging.Load(run.geometry, tokens, run.device, seed=7)
+def _load(run: Run, tokens: int, ubatches: int = 2) -> tuple[staging.Load, torch.Tensor]:
+    load = staging.Load(run.geometry, tokens, run.device, 7, ubatches)
     return load, staging.truth(load)
 
 
@@ -228,7 +238,7 @@ def _faults(run: Run, sizes: Sizes, found: dict[str, Any]) -> None:
         "slots": (staging.Reuse.SLOTS, True),
     }
     for name, (way, ordered) in ways.items():
-        got = staging.rounds(load, expected, way, sizes.fault_rounds, 11, ordered=ordered)
+        got = staging.rounds(load, expected, way, sizes.fault_rounds, 11, ordered=ordered, lag=name == "slots")
         corrupt = sum(one.rows > 0 for one in got)
         worst = sum(one.rows for one in got)
         words = f"{corrupt} of {len(got)} rounds corrupt, {worst:,} rows"
@@ -280,21 +290,20 @@ def _stress(run: Run, sizes: Sizes, found: dict[str, Any]) -> None:
     ]
 
 
-def _timing(run: Run, sizes: Sizes, tokens: int, found: dict[str, Any]) -> None:
-    load, expected = _load(run, tokens)
+def _timing(run: Run, sizes: Sizes, tokens: int, ubatches: int, found: dict[str, Any]) -> None:
+    load, expected = _load(run, tokens, ubatches)
+    what = f"{tokens:,} tokens in {ubatches} uBatches" if ubatches > 1 else f"{tokens:,} tokens"
     got = staging.measure(load, expected, turns=sizes.turns)
-    run.check(f"reuse: same rows at {tokens}", got.wrong == 0, "0 bytes", f"{got.wrong:,}")
+    run.check(f"reuse: same rows at {what}", got.wrong == 0, "0 bytes", f"{got.wrong:,}")
     touch = got.touch_us
-    run.check(f"cost: touches at {tokens}", touch <= TOUCH_US, f"<= {TOUCH_US} us a layer", f"{touch:.1f} us")
-    least = {CHEAP_AT: SYNCHRONISED_RATIO, SMALL_AT: SYNCHRONISED_SMALL_RATIO}.get(tokens)
+    run.check(f"cost: touches at {what}", touch <= TOUCH_US, f"<= {TOUCH_US} us a layer", f"{touch:.1f} us")
+    least = {CHEAP_AT: SYNCHRONISED_RATIO, SMALL_AT: SYNCHRONISED_SMALL_RATIO}.get(what)
     if least is not None:
         ratio = got.synchronised
-        run.check(f"cost: synchronised at {tokens}", ratio >= least, f">= {least}", f"{ratio:.3f}")
-    if tokens == CHEAP_AT:
-        run.check(
-            f"cost: private at {tokens}", got.private >= PRIVATE_RATIO, f">= {PRIVATE_RATIO}", f"{got.private:.3f}"
-        )
-    found[f"{tokens} tokens"] = {
+        run.check(f"cost: synchronised at {what}", ratio >= least, f">= {least}", f"{ratio:.3f}")
+    if what == CHEAP_AT:
+        run.check(f"cost: private at {what}", got.private >= PRIVATE_RATIO, f">= {PRIVATE_RATIO}", f"{got.private:.3f}")
+    found[what] = {
         "ms_a_forward": {name: figure(round(ms, 3), "ms", run.source) for name, ms in got.ms.items()},
         "host_ms_a_forward": {name: figure(round(ms, 3), "ms", run.source) for name, ms in got.host_ms.items()},
         "staging_rows": {name: figure(value, "bytes", run.source) for name, value in got.rows.items()},
@@ -308,13 +317,13 @@ def _timing(run: Run, sizes: Sizes, tokens: int, found: dict[str, Any]) -> None:
     ms = ", ".join(f"{name} {value:.2f}" for name, value in got.ms.items())
     low, high = got.private_range
     print(
-        f"      {tokens:,} tokens: {ms} ms a forward; over private {got.private:.3f} ({low:.3f} to {high:.3f}), "
+        f"      {what}: {ms} ms a forward; over private {got.private:.3f} ({low:.3f} to {high:.3f}), "
         f"over synchronised {got.synchronised:.3f}, touches {touch:.1f} us a layer",
         flush=True,
     )
     where = run.source.value
     run.summary += [
-        (f"throughput over private buffers, {tokens:,} tokens", "1", f"{got.private:.3f}", where),
+        (f"throughput over private buffers, {what}", "1", f"{got.private:.3f}", where),
         ("  over a device synchronisation per layer", "1", f"{got.synchronised:.3f}", where),
         ("  staging rows", size(got.rows["private"]), size(got.rows["slots"]), where),
     ]

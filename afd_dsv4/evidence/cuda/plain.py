@@ -11,6 +11,9 @@ whose exponential and order of sums are an NPU's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 
@@ -131,3 +134,14 @@ def compress(
         [even * cos[:, ::2] - odd * sin[:, ::2], odd * cos[:, 1::2] + even * sin[:, 1::2]], dim=-1
     ).flatten(1)
     out[there] = torch.cat([normed[:, : dim - rope], turned], dim=1).to(out.dtype)
+
+
+def prepared(*arguments: Any) -> Callable[[Any], None]:
+    """`compress` with all of its arguments, to be queued again and again on the stream that is given."""
+    module: Any = torch.get_device_module(arguments[0].device)
+
+    def queue(stream: Any) -> None:
+        with module.stream(stream):
+            compress(*arguments)
+
+    return queue

@@ -7,8 +7,10 @@ layer's rows of a whole chunk there (320 MiB at 32,768 tokens), and whether thos
 uBatches is a question of events alone.
 Way: per layer and uBatch one product on the main stream fills staging rows, and the compressors of the layer read them
 on an auxiliary stream. Where the rows lie and what orders their reuse is the `Reuse`: workspace slots of the same arena
-that the executors use (lease, touch, fence), or one of three ways without it, in the same code. Two uBatches of equal
-length, some requests each, every layer of the geometry at its own widths.
+that the executors use (lease, touch, fence), or one of three ways without it, in the same code. One uBatch, or two of
+equal length, some requests each, every layer of the geometry at its own widths. Kernels are launched as a compiled
+program would, without Triton's own work on every launch, or the host's time would be all there is to see in a short
+batch.
 Not here: tails, pages and state tables (every request starts at 0 and leaves no tail): those are the stock runtime's,
 in `rows.py`, `replays.py` and the soak.
 """
@@ -37,11 +39,10 @@ from afd_dsv4.workspace.identity import ExecutionId, GenerationMint
 from afd_dsv4.workspace.lease import Lease
 from afd_dsv4.workspace.trace import Trace
 
-UBATCHES = 2
 REQUESTS = 4  # of a uBatch
 ROPE_DIM = 64
 ROWS = ("rows",)  # the only part of a slot here
-MOST_LAG_CYCLES = 200_000  # about 0.1 ms
+MOST_LAG_CYCLES = 1_000_000  # about 0.6 ms
 
 
 class Reuse(enum.Enum):
@@ -73,12 +74,16 @@ class Load:
         tokens: of a forward, all uBatches together.
         device: "cuda", or "npu" on the software NPU.
         seed: of tokens and weights.
+        ubatches: executions of a forward, of equal length.
     """
 
-    def __init__(self, geometry: ModelGeometry, tokens: int, device: torch.device | str, seed: int) -> None:
+    def __init__(
+        self, geometry: ModelGeometry, tokens: int, device: torch.device | str, seed: int, ubatches: int = 2
+    ) -> None:
+        self.ubatches = ubatches
         self.device = TorchDevice(device)
         self.module: Any = torch.get_device_module(self.device.device)
-        self.tokens = tokens // UBATCHES
+        self.tokens = tokens // ubatches
         if self.tokens < 128 * REQUESTS:
             raise ValueError(f"{tokens} tokens are too few: a request must have a window of 128; give 1024 or more")
         where, hidden = self.device.device, geometry.hidden_size
@@ -91,7 +96,7 @@ class Load:
         self.cu_seqlens = torch.tensor(shares, dtype=torch.int32).to(where)
         self.starts = torch.zeros(REQUESTS, dtype=torch.int32, device=where)
         self.table = torch.zeros((REQUESTS, 1), dtype=torch.int32, device=where)  # nothing is mapped
-        self.x = tuple(normal(self.tokens, hidden).bfloat16() for _ in range(UBATCHES))
+        self.x = tuple(normal(self.tokens, hidden).bfloat16() for _ in range(ubatches))
         counts = {r: sum((b - a) // r for a, b in itertools.pairwise(shares)) for r in (4, 128)}
         wide = {kind: 2 * kind.coff * _dim(geometry, kind) for kind in CompressorKind}
         states = {kind: torch.zeros((1, 1, columns), device=where) for kind, columns in wide.items()}
@@ -101,7 +106,7 @@ class Load:
         for compressor in geometry.compressors:
             kinds.setdefault(compressor.layer, []).append(compressor.kind)
         sizes = [
-            counts[kind.ratio] * _dim(geometry, kind) for _ in range(UBATCHES) for of in kinds.values() for kind in of
+            counts[kind.ratio] * _dim(geometry, kind) for _ in range(ubatches) for of in kinds.values() for kind in of
         ]
         self.flat = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=where)  # all compressed rows
         cut = list(self.flat.split(sizes))
@@ -111,7 +116,7 @@ class Load:
             for place, kind in enumerate(of):
                 dim, columns = _dim(geometry, kind), wide[kind]
                 at = sum(map(len, [*kinds.values()][:number])) + place
-                both = range(at, len(cut), len(cut) // UBATCHES)
+                both = range(at, len(cut), len(cut) // ubatches)
                 parts.append(
                     Weights(
                         slice(begin, begin + columns),
@@ -126,7 +131,7 @@ class Load:
             self.layers.append((normal(hidden, begin, scale=hidden**-0.5).bfloat16(), tuple(parts)))
         self.slot_words = self.tokens * max(weight.shape[1] for weight, _ in self.layers)
         self.main, self.aux = self.module.Stream(), self.module.Stream()
-        self._compress = on(where).compress
+        self._prepared = on(where).prepared
         self.module.synchronize()
 
     def project(self, ubatch: int, weight: torch.Tensor, rows: torch.Tensor) -> None:
@@ -136,10 +141,12 @@ class Load:
         else:
             rows.copy_(self.x[ubatch].float() @ weight.float())
 
-    def compress(self, ubatch: int, parts: Sequence[Weights], rows: torch.Tensor) -> None:
-        """Queue the compressors of a layer on the current stream."""
-        for part in parts:
-            self._compress(
+    def compressors(
+        self, ubatch: int, parts: Sequence[Weights], rows: torch.Tensor
+    ) -> tuple[Callable[[Any], None], ...]:
+        """The launches of a layer's compressors, for any number of times; each is given its stream."""
+        return tuple(
+            self._prepared(
                 rows[:, part.columns],
                 part.ape,
                 part.state,
@@ -151,6 +158,8 @@ class Load:
                 1e-6,
                 part.out[ubatch],
             )
+            for part in parts
+        )
 
     def outputs(self) -> list[torch.Tensor]:
         """Compressed rows by layer, compressor and uBatch."""
@@ -180,8 +189,8 @@ class Stack:
     def __init__(self, load: Load, reuse: Reuse, *, ordered: bool = True, trace: Trace | None = None) -> None:
         self.load = load
         self.reuse = reuse
-        self.arena: WorkspaceArena[Any] = WorkspaceArena(load.device, UBATCHES, ordered=ordered, trace=trace)
-        count = {Reuse.PRIVATE: len(load.layers) * UBATCHES, Reuse.UNORDERED: 1}.get(reuse, UBATCHES)
+        self.arena: WorkspaceArena[Any] = WorkspaceArena(load.device, load.ubatches, ordered=ordered, trace=trace)
+        count = {Reuse.PRIVATE: len(load.layers) * load.ubatches, Reuse.UNORDERED: 1}.get(reuse, load.ubatches)
         where = load.device.device
         self._buffers = [torch.empty(self._words(i), dtype=torch.float32, device=where) for i in range(count)]
         self._views: dict[tuple[int, int], torch.Tensor] = {}  # cutting them out anew costs as much as a touch
@@ -190,7 +199,8 @@ class Stack:
                 columns = weight.shape[1]
                 if load.tokens * columns <= buffer.numel():
                     self._views[index, layer] = buffer[: load.tokens * columns].view(load.tokens, columns)
-        self._events = [load.module.Event() for _ in range(4 * UBATCHES)]
+        self._launches: dict[tuple[int, int, int], tuple[Callable[[Any], None], ...]] = {}
+        self._events = [load.module.Event() for _ in range(4 * load.ubatches)]
         self._mint = GenerationMint()
         self.touches = 0
         self.touch_s = 0.0
@@ -204,7 +214,7 @@ class Stack:
     def _words(self, index: int) -> int:
         if self.reuse is not Reuse.PRIVATE:
             return self.load.slot_words
-        return self.load.tokens * int(self.load.layers[index // UBATCHES][0].shape[1])
+        return self.load.tokens * int(self.load.layers[index // self.load.ubatches][0].shape[1])
 
     def forward(self) -> None:
         """Queue one forward. The host waits for nothing, but where the way of reuse is to wait."""
@@ -212,12 +222,13 @@ class Stack:
         leases: list[Lease[Any]] = []
         if self.reuse is Reuse.SLOTS:
             generation = self._mint.mint()
-            leases = [self.arena.acquire(ExecutionId(generation, ubatch)) for ubatch in range(UBATCHES)]
+            leases = [self.arena.acquire(ExecutionId(generation, ubatch)) for ubatch in range(load.ubatches)]
+        load.module.set_stream(load.main)
         try:
             for number, (weight, parts) in enumerate(load.layers):
                 if self.reuse is Reuse.SYNCHRONISED:
                     load.module.synchronize()
-                for ubatch in range(UBATCHES):
+                for ubatch in range(load.ubatches):
                     self._layer(number, ubatch, weight, parts, leases[ubatch] if leases else None)
         finally:
             for lease in leases:
@@ -230,21 +241,23 @@ class Stack:
         if lease is not None:
             index = int(lease.slot.index)
         else:
-            index = {Reuse.PRIVATE: UBATCHES * number + ubatch, Reuse.UNORDERED: 0}.get(self.reuse, ubatch)
+            index = {Reuse.PRIVATE: load.ubatches * number + ubatch, Reuse.UNORDERED: 0}.get(self.reuse, ubatch)
         rows = self._views[index, number]
-        load.module.set_stream(load.main)
+        launches = self._launches.get((index, number, ubatch))
+        if launches is None:
+            launches = self._launches[index, number, ubatch] = load.compressors(ubatch, parts, rows)
         if lease is not None:
             self._touch(lease, load.main, writes=ROWS)
         load.project(ubatch, weight, rows)
-        load.module.set_stream(load.aux)
         if lease is not None:
             self._touch(lease, load.aux, reads=ROWS)
         else:
-            event = self._events[(UBATCHES * number + ubatch) % len(self._events)]
+            event = self._events[(load.ubatches * number + ubatch) % len(self._events)]
             event.record(load.main)
             load.aux.wait_event(event)
         self.lag()
-        load.compress(ubatch, parts, rows)
+        for launch in launches:
+            launch(load.aux)
 
     def _touch(self, lease: Lease[Any], stream: Any, **parts: Sequence[str]) -> None:
         began = time.perf_counter()
@@ -306,25 +319,35 @@ class Round:
 
 
 def lag_of(load: Load, rng: random.Random) -> Callable[[], None]:
-    """Random pauses on the current stream, where the device can pause: about one layer in eight."""
+    """Random pauses of the auxiliary stream, where the device can pause: about one layer in eight."""
     sleep = getattr(torch.cuda, "_sleep", None) if load.device.device.type == "cuda" else None
 
     def lag() -> None:
         if sleep is not None and rng.random() < 0.125:
-            sleep(rng.randrange(MOST_LAG_CYCLES))
+            with load.module.stream(load.aux):
+                sleep(rng.randrange(MOST_LAG_CYCLES))
 
     return lag
 
 
 def rounds(
-    load: Load, expected: torch.Tensor, reuse: Reuse, count: int, seed: int, *, forwards: int = 2, ordered: bool = True
+    load: Load,
+    expected: torch.Tensor,
+    reuse: Reuse,
+    count: int,
+    seed: int,
+    *,
+    forwards: int = 2,
+    ordered: bool = True,
+    lag: bool = False,
 ) -> list[Round]:
-    """Rounds with one way of reuse, each of `forwards` forwards with random pauses, compared at its end."""
+    """Rounds with one way of reuse, each of `forwards` forwards, compared at its end; `lag` adds random pauses."""
     found = []
     for index in range(count):
         trace = Trace(None)
         stack = Stack(load, reuse, ordered=ordered, trace=trace)
-        stack.lag = lag_of(load, random.Random(f"{seed} {index}"))
+        if lag:
+            stack.lag = lag_of(load, random.Random(f"{seed} {index}"))
         load.flat.zero_()
         load.module.synchronize()
         with own_stream(load.module):
@@ -372,7 +395,7 @@ def stress(load: Load, expected: torch.Tensor, reuses: int, seed: int, *, block:
     found, trace = Stress(), Trace(None)
     stack = Stack(load, Reuse.SLOTS, trace=trace)
     stack.lag = lag_of(load, random.Random(seed))
-    per_forward = UBATCHES * len(load.layers)
+    per_forward = load.ubatches * len(load.layers)
     wrong = torch.zeros((), dtype=torch.int64, device=load.device.device)
     want = expected.view(torch.int8)
     dropped, began = 0, time.perf_counter()
@@ -388,7 +411,7 @@ def stress(load: Load, expected: torch.Tensor, reuses: int, seed: int, *, block:
                     load.flat.zero_()
             found.host_synchronisations += seen.count
             found.forwards += block
-            found.reuses = found.forwards * per_forward - UBATCHES
+            found.reuses = found.forwards * per_forward - load.ubatches
             load.module.synchronize()
             report = order.check(trace.records(), dropped)
             dropped += report.records
@@ -437,6 +460,7 @@ class Timing:
 
     Attributes:
         tokens: of a forward.
+        ubatches: executions of it.
         ms: median time of a forward, by way.
         host_ms: median time in which the host had queued it, by way.
         peak: most bytes allocated during a forward beyond tokens, weights and compressed rows, by way.
@@ -448,6 +472,7 @@ class Timing:
     """
 
     tokens: int
+    ubatches: int
     ms: dict[str, float] = field(default_factory=dict)
     host_ms: dict[str, float] = field(default_factory=dict)
     peak: dict[str, int] = field(default_factory=dict)
@@ -462,7 +487,7 @@ class Timing:
 
 def measure(load: Load, expected: torch.Tensor, *, turns: int = 15, forwards: int = 4) -> Timing:
     """Time forwards, `forwards` in a row, one way after the other, `turns` times."""
-    found = Timing(load.tokens * UBATCHES)
+    found = Timing(load.tokens * load.ubatches, load.ubatches)
     ways = (Reuse.PRIVATE, Reuse.SLOTS, Reuse.SYNCHRONISED)
     module = load.module
     with own_stream(module):

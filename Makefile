@@ -24,7 +24,7 @@ demo: setup ## the claim, measured: the evidence run, on a real NPU where there 
 	@$(BIN)/python -m afd_dsv4 evidence --out build/evidence $(ARGS)
 
 test: setup ## every test, on the software NPU; ARGS go to pytest; JOBS=0: in one process, as a debugger wants it
-	@AFD_DSV4_REQUIRE_NPU=1 $(ON_SOFTNPU) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@AFD_DSV4_REQUIRE_NPU=1 $(ON_SOFTNPU) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: setup ## benchmarks; ARGS go to pytest
 	@$(ON_SOFTNPU) $(BIN)/python -m pytest benchmarks --benchmark-only $(ARGS)

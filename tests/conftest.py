@@ -97,7 +97,10 @@ REASONS = {"npu": missing_npu, "vllm_runtime": missing_stack, "device": missing_
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what cannot run here, each with its reason."""
+    """Put files with slow tests first, and skip what cannot run here, each with its reason."""
+    # Whole files go to the workers of `make test`: a long one begun last would leave the other worker idle.
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     for item in items:
         for name, reason_of in REASONS.items():
             if item.get_closest_marker(name) and (reason := reason_of()):

@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 """Decode graphs in the real engine with the plugin: the tokens of eager steps, from memory that never moves.
 
-Two engines, each a fresh process: one runs every step eagerly, the other replays a graph for every decode step
-(FULL_DECODE_ONLY). Replays are counted by the software NPU, and the bytes that a graph touches come from the accesses
-recorded at its capture. Both run in batch-invariant mode: a graph may have more rows than the step has requests.
+Two engines, each in a process of its own (`forked_engines`): one runs every step eagerly, the other replays a graph for
+every decode step (FULL_DECODE_ONLY). Replays are counted by the software NPU, and the bytes that a graph touches come
+from the accesses recorded at its capture. Both run in batch-invariant mode: a graph may have more rows than the step
+has requests.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from afd_dsv4.softnpu import checkpoint, engine, runtime
+from afd_dsv4.softnpu import checkpoint, runtime
+from tests.forked_engines import nursery
 
 torch = pytest.importorskip("torch")
 
@@ -54,7 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
         additional = {"multistream_dsv4_dsa_overlap": False, "afd_dsv4": {"mode": "colocated"}}
         arguments = {"block_size": 32, "max_num_batched_tokens": 64, "additional_config": additional, **arguments}
         spec = {"checkpoint": str(folder), "engine": arguments, "workloads": loads, **more}
-        return engine.run(spec, INVARIANT)
+        return nursery(INVARIANT).run(spec)
 
     with ThreadPoolExecutor(2) as threads:
         eager = threads.submit(run, [load()], {})

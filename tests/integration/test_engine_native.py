@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 """The real engine on the software NPU, without the plugin: vllm.LLM over vllm-ascend over torch_npu.
 
-Each engine is a process of its own and runs several workloads; the engines are started two at a time. Tokens are those
+Each engine is a process of its own (`forked_engines`) and runs several workloads; two run at a time. Tokens are those
 of a model with random weights: what is compared is the engine with itself. Not shown: tokens of another stack, and
 more than one rank.
 """
@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from afd_dsv4.softnpu import engine
 from afd_dsv4.softnpu.checkpoint import Geometry, write
+from tests.forked_engines import nursery
 
 pytestmark = [pytest.mark.npu, pytest.mark.vllm_runtime, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -62,7 +62,7 @@ def start(checkpoint: Path, arguments: dict[str, Any], workloads: list[Any], **m
     # With the second stream, its default, vllm-ascend 0.23.0 frees a tensor that is still read, and runs differ.
     one_stream = {"additional_config": {"multistream_dsv4_dsa_overlap": False}}
     spec = {"checkpoint": str(checkpoint), "engine": {**one_stream, **arguments}, "workloads": workloads, **more}
-    return engine.run(spec, {"SOFTNPU_WAIVE": ",".join(MTP.waivers)})
+    return nursery({"SOFTNPU_WAIVE": ",".join(MTP.waivers)}).run(spec)
 
 
 @pytest.fixture(scope="module")

@@ -2,29 +2,25 @@
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 """The plugin in the real engine: vLLM 0.23.0 with vllm-ascend 0.23.0 serves the same tokens with tails as without.
 
-Native and plugin run in fresh processes, with the same workloads and, where memory is no limit, the same schedule; then
-tokens and logprobs must be the same numbers. vllm-ascend's second stream is off here: with it (its default) native runs
-differ among themselves, because `AscendDSAImpl.cv_indexer_select_qli` frees a tensor that its second stream still
-reads; the race detector names the two operators. Preemption is part of `make engine`.
+Native and plugin run in processes of their own (`forked_engines`), with the same workloads and, where memory is no
+limit, the same schedule; then tokens and logprobs must be the same numbers. vllm-ascend's second stream is off here:
+with it (its default) native runs differ among themselves, because `AscendDSAImpl.cv_indexer_select_qli` frees a tensor
+that its second stream still reads; the race detector names the two operators. Preemption is part of `make engine`.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from afd_dsv4.geometry import ModelGeometry, page_layout
-from afd_dsv4.softnpu import checkpoint, engine
+from afd_dsv4.softnpu import checkpoint
 from afd_dsv4.workspace.sizing import size_workspace
+from tests.forked_engines import nursery
 
 pytestmark = [pytest.mark.npu, pytest.mark.vllm_runtime, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -39,10 +35,10 @@ Run = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Run workloads in a fresh engine, with the plugin or without."""
+    """Run workloads in an engine of their own, with the plugin or without."""
     folder = checkpoint.write(tmp_path_factory.mktemp("dsv4"), MODEL)
 
-    def run(workloads: Any, *, plugin: bool, spec: Any = None, **arguments: Any) -> dict[str, Any]:
+    def run(workloads: Any, *, plugin: bool, spec: Any = None, prelude: str = "", **arguments: Any) -> dict[str, Any]:
         additional = {"multistream_dsv4_dsa_overlap": False}
         if plugin:
             additional["afd_dsv4"] = {"mode": "colocated"}  # type: ignore[assignment]
@@ -52,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             "workloads": workloads,
             **(spec or {}),
         }
-        return engine.run(described, {"SOFTNPU_WAIVE": ",".join(MODEL.waivers)}, timeout_s=850)
+        return nursery({"SOFTNPU_WAIVE": ",".join(MODEL.waivers)}).run(described, prelude=prelude)
 
     return run
 
@@ -138,34 +134,18 @@ def test_prompts_that_wait_natively_run_together_in_the_same_memory(run: Run) ->
 
 
 LOSSY = """
-import sys, torch
+import torch
 from afd_dsv4.compressor import stock
 true = stock.call_operator
 def lossy(x, weights, kind, state, table, *rest, **named):
     return true(x, weights, kind, state, torch.zeros_like(table), *rest, **named)
 stock.call_operator = lossy
-from afd_dsv4.softnpu import engine
-sys.exit(engine.main(sys.argv[1:]))
 """
 
 
-def test_tails_that_are_never_written_change_tokens(
-    run: Run, eager: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_tails_that_are_never_written_change_tokens(run: Run, eager: Any) -> None:
     """Negative control: the comparison sees a plugin that loses rows."""
-
-    def lossy(spec: Any, environment: Any, timeout_s: float) -> dict[str, Any]:
-        path = tmp_path / "spec.json"
-        path.write_text(json.dumps(spec))
-        command = [sys.executable, "-m", "afd_dsv4.softnpu", "--", sys.executable, "-c", LOSSY, str(path)]
-        env = {**engine.QUIET, **os.environ, **environment}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=env)
-        assert done.returncode == 0, done.stderr[-3000:]
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
-
-    monkeypatch.setattr(engine, "run", lossy)
-    wrong = run(LOADS, plugin=True, **CHUNKS)["workloads"]
+    wrong = run(LOADS, plugin=True, prelude=LOSSY, **CHUNKS)["workloads"]
     right = eager[1]["workloads"]
     assert [load["steps"] for load in wrong] == [load["steps"] for load in right]
     assert [load["tokens"] for load in wrong] != [load["tokens"] for load in right]

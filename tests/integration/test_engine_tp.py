@@ -3,8 +3,9 @@
 """Tensor parallelism in the real engine: two workers of vLLM's own executor, with collectives over the software HCCL.
 
 Compressors are not sharded: each rank keeps the tails of every request, and the attention heads behind them are split.
-An engine is a fresh process with two more, natively and with the plugin; the second stream is off and rows do not
-depend on their batch, as everywhere where tokens are compared. Not shown: more ranks, data and expert parallelism.
+An engine is a process of its own (`forked_engines`) with two more, natively and with the plugin; the second stream is
+off and rows do not depend on their batch, as everywhere where tokens are compared. Not shown: more ranks, data and
+expert parallelism.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ from typing import Any
 
 import pytest
 
-from afd_dsv4.softnpu import checkpoint, engine
+from afd_dsv4.softnpu import checkpoint
+from tests.forked_engines import nursery
 
 pytestmark = [pytest.mark.npu, pytest.mark.vllm_runtime, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = checkpoint.Geometry()
-ENVIRONMENT = {"AFD_DSV4_SOFTNPU_BATCH_INVARIANT": "1", "SOFTNPU_WAIVE": ",".join(MODEL.waivers)}
+ENVIRONMENT = {
+    "SOFTNPU_DEVICES": "2",
+    "AFD_DSV4_SOFTNPU_BATCH_INVARIANT": "1",
+    "SOFTNPU_WAIVE": ",".join(MODEL.waivers),
+}
 CHUNK = 64
 LENGTHS = (150, 5, 131, 260)
 
@@ -47,7 +53,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
             "additional_config": additional,
         }
         spec = {"checkpoint": str(folder), "engine": arguments, "workloads": [load(), load()], **more}
-        return engine.run(spec, ENVIRONMENT)
+        return nursery(ENVIRONMENT).run(spec)
 
     with ThreadPoolExecutor(2) as threads:
         native = threads.submit(run, False)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""Engines whose processes are forked from one that has imported vLLM, and done nothing else.
+
+Problem: tests want each engine in a fresh process, and importing the stack is more than half of what a small one takes.
+Way: one process for each environment imports what `engine.execute` imports first, and listens; it has one thread and
+has touched no device. For each request it forks a process, which runs the description as `engine.main` does and ends as
+a program ends. Nothing that one engine does is seen by another.
+Not done: what depends on how vLLM is imported, or on packages; `engine.run` starts a program for that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from afd_dsv4.softnpu import engine
+
+
+class Nursery:
+    """Where the engines of one environment come from; `nursery` makes it.
+
+    Args:
+        environment: variables of the engines over `engine.QUIET` and those of this process; with several ranks
+            SOFTNPU_DEVICES.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="engines")
+        self._address = str(Path(self._folder.name, "socket"))
+        self._log = Path(self._folder.name, "log")
+        with socket.socket(socket.AF_UNIX) as listener, self._log.open("w") as log:
+            listener.bind(self._address)
+            listener.listen(16)  # who comes early waits; who comes when it has died is refused
+            program = [sys.executable, "-m", "tests.forked_engines", str(listener.fileno())]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "afd_dsv4.softnpu", "--", *program],
+                stdin=subprocess.PIPE,  # which ends when this process does, however it does
+                stdout=log,
+                stderr=log,
+                pass_fds=[listener.fileno()],
+                cwd=engine.CHECKOUT,
+                env={**engine.QUIET, **os.environ, **environment},
+                start_new_session=True,
+            )
+
+    def run(self, spec: Mapping[str, Any], *, prelude: str = "", timeout_s: float = 850) -> dict[str, Any]:
+        """Run a description in a process of its own.
+
+        Args:
+            spec: see `engine`.
+            prelude: Python that runs before it.
+            timeout_s: seconds until all engines of this nursery are given up.
+
+        Raises:
+            EngineError: it ended with an error.
+        """
+        with tempfile.TemporaryDirectory(dir=self._folder.name) as folder, socket.socket(socket.AF_UNIX) as connection:
+            Path(folder, "spec").write_text(json.dumps(dict(spec)))
+            Path(folder, "prelude").write_text(prelude)
+            connection.settimeout(timeout_s)
+            try:
+                connection.connect(self._address)
+                connection.sendall(folder.encode() + b"\n")
+                status = connection.recv(16).decode()
+            except TimeoutError:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                status = "no answer in time"
+            except ConnectionError as error:
+                status = f"{error}: {self._log.read_text()[-6000:]}"
+            if status != "0":
+                said = Path(folder, "err")
+                raise engine.EngineError(f"exit {status or '?'}: {said.read_text()[-6000:] if said.exists() else ''}")
+            found: dict[str, Any] = json.loads(Path(folder, "out").read_text().splitlines()[-1])
+            return found
+
+    def close(self) -> None:
+        """End the process, and engines that still run."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._folder.cleanup()
+
+
+_making = threading.Lock()  # tests start engines from threads
+
+
+@functools.cache
+def _nursery(environment: frozenset[tuple[str, str]]) -> Nursery:
+    made = Nursery(dict(environment))
+    atexit.register(made.close)
+    return made
+
+
+def nursery(environment: Mapping[str, str]) -> Nursery:
+    """The one of this process for an environment; it lasts until this process ends."""
+    with _making:
+        return _nursery(frozenset(environment.items()))
+
+
+def _engine(folder: Path) -> None:
+    """What a forked process does: `engine`'s program, with files for standard output and error."""
+    for name, number in (("out", 1), ("err", 2)):
+        with Path(folder, name).open("w") as file:
+            os.dup2(file.fileno(), number)
+    # vLLM looks for a free port and takes it a while later: not one of those that the kernel gives to others meanwhile.
+    os.environ.setdefault("VLLM_PORT", str(10_240 + os.getpid() * 8 % 20_000))
+    exec(Path(folder, "prelude").read_text(), {})
+    sys.exit(engine.main([str(Path(folder, "spec"))]))
+
+
+def _serve(listener: socket.socket) -> None:
+    engine.import_stack()
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if listener not in ready:
+            return
+        connection, _ = listener.accept()
+        if os.fork():
+            connection.close()
+            continue
+        # One process waits for the engine, so that it can end as it likes.
+        listener.close()
+        folder = Path(connection.makefile().readline().rstrip("\n"))
+        child = os.fork()
+        if not child:
+            connection.close()
+            _engine(folder)
+        _, status = os.waitpid(child, 0)
+        connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))

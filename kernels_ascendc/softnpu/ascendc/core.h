@@ -56,6 +56,7 @@ struct Buffer {
   uint32_t generation = 0;  // of the tensor that AllocTensor last gave out
   int8_t enqueue_event = -1, free_event = -1;
   AscendC::HardEvent free_hard_event = AscendC::HardEvent::MAX;
+  Where where{};  // of the call that led to the state
 };
 
 class Core {
@@ -87,6 +88,7 @@ class Core {
     for (size_t i = 0; i < buffers.size(); ++i) {
       const BufferState state = buffers[i].state;
       if (state != BufferState::free && state != BufferState::plain) {
+        where_ = buffers[i].where;
         fail(Trap::queue_state, "buffer %zu of the pipe is still %s", i, name_of(state));
       }
     }
@@ -107,6 +109,7 @@ class Core {
     where_ = where;
     pipe_ = pipe;
     number_ = order.issue(pipe);
+    recent_[index_of(pipe)][number_ % kRecent] = where;
   }
   void begin(Op op, const Where& where) { begin(kOpNames[static_cast<size_t>(op)], Pipe::V, where); }
   uint32_t number() const { return number_; }
@@ -312,9 +315,12 @@ class Core {
     const Pipe pipe = static_cast<Pipe>(other);
     const Trap trap = pipe != pipe_ ? Trap::pipe_order : (pipe == Pipe::V ? Trap::vector_order : Trap::copy_order);
     const uint32_t number = reader >= 0 ? cell.readers[reader] : cell.writer;
-    fail(trap, "%s %s UB bytes from %lld on that instruction %u of pipe %s %s and pipe %s knows it only up to %u", name,
-         does, static_cast<long long>((&cell - cells_.data()) * kBlock), number, name_of(pipe), did, name_of(pipe_),
-         order.known(pipe_)[other]);
+    const bool recent = order.flag(pipe)[other] - number < kRecent;
+    const Where place = recent ? recent_[other][number % kRecent] : Where();
+    fail(trap,
+         "%s %s UB bytes from %lld on that instruction %u of pipe %s (%s:%u) %s and pipe %s knows it only up to %u",
+         name, does, static_cast<long long>((&cell - cells_.data()) * kBlock), number, name_of(pipe),
+         recent ? place.file_name() : "long before", place.line(), did, name_of(pipe_), order.known(pipe_)[other]);
   }
   [[noreturn, gnu::noinline]] void poison(const char* name, const Cell& cell, uint32_t mask) const {
     const int byte = __builtin_ctz(mask & ~cell.written);
@@ -323,6 +329,8 @@ class Core {
   }
   void check_gm_order(const GmTouch& touch);
 
+  static constexpr uint32_t kRecent = 1024;
+  Where recent_[kPipes][kRecent];  // where the last instructions of each pipe were called, for messages
   std::vector<Cell> cells_;
   uint8_t occupied_[kEvents];
   Flag flags_[kEvents][kEventIds];

@@ -37,6 +37,7 @@ class TQueBind {
         buffer.free_event = -1;
       }
       buffer.state = emu::BufferState::occupied;
+      buffer.where = where;
       ++buffer.generation;
       core.forget(buffer.begin, buffer.end - buffer.begin);
       return tensor<T>(chosen);
@@ -56,6 +57,7 @@ class TQueBind {
     buffer.enqueue_event = core.allocate_event(kEnQue, true);
     core.set_flag(kEnQue, buffer.enqueue_event);
     buffer.state = emu::BufferState::enqueued;
+    buffer.where = where;
     queue_[static_cast<size_t>((head_ + used_) % depth)] = tensor.operand("tensor").buffer;
     ++used_;
     return true;
@@ -72,6 +74,7 @@ class TQueBind {
     core.release_event(kEnQue, buffer.enqueue_event);
     buffer.enqueue_event = -1;
     buffer.state = emu::BufferState::dequeued;
+    buffer.where = where;
     return tensor<T>(chosen);
   }
   template <typename T>

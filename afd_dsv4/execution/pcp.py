@@ -8,7 +8,7 @@ the manager's state down, lets it believe that the stage is the batch, clones wh
 somebody else's state would leave them so, and the true forward would then plan them a second time.
 Way: the same three steps for tails: `pretending` takes down who has which pages and where requests may go on, lets the
 caller plan, and puts all of it back. It touches no lease and no device, and refuses where somebody leased in between:
-what a lease maps is queued, and cannot be taken back.
+what a lease maps is queued, and cannot be taken back. That a request ends is no plan: whoever ends within stays ended.
 Not here: PCP itself. No release has both it and DeepSeek-V4 (vllm-ascend 0.19.1 has no DeepSeek-V4, 80d8c194f no PCP in
 this runner), so the gate refuses it; this is what an adapter for one that has both will need.
 It imports neither torch nor vLLM.

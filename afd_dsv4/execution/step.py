@@ -16,6 +16,7 @@ Not here: whether the pages may be touched (`workspace/`), what is mapped (`tail
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 from afd_dsv4.tail.tables import RequestChunk, RequestId
 
@@ -24,11 +25,19 @@ class ImpossibleStep(ValueError):
     """A step that contradicts those before it. Nothing of it was taken over."""
 
 
+@dataclass(eq=False)
+class _Next:
+    """Where a request may go on: in [low, high]. One object for as long as it owns its tail."""
+
+    low: int
+    high: int
+
+
 class Steps:
     """Which requests own a tail, and where each of them may go on."""
 
     def __init__(self) -> None:
-        self._next: dict[RequestId, tuple[int, int]] = {}  # the next start lies in [low, high]
+        self._next: dict[RequestId, _Next] = {}
         self._lost: dict[RequestId, str] = {}  # of those, whose tails are not what their position says, and why
 
     def __len__(self) -> int:
@@ -77,7 +86,7 @@ class Steps:
             raise ImpossibleStep(f"request {request!r} has a tail here; end it before another is restored in its place")
         if not 0 <= low <= high:
             raise ImpossibleStep(f"request {request!r} is to go on in [{low}, {high}]; 0 <= low <= high must hold")
-        self._next[name] = low, high
+        self._next[name] = _Next(low, high)
 
     def lost(self, requests: Collection[str], why: str) -> None:
         """Take over that a step broke off: nobody may go on from the tails of these requests, which must start anew.
@@ -134,23 +143,29 @@ class Steps:
                     f"request {name!r} is new and starts at {start}; its history was computed elsewhere (a prefix "
                     f"cache, a KV transfer, a preemption that nobody told), and there is no tail for it"
                 )
-            if left is not None and not left[0] <= start <= left[1]:
+            if left is not None and not left.low <= start <= left.high:
                 raise ImpossibleStep(
-                    f"request {name!r} goes on at {start}, and was left between {left[0]} and {left[1]}; positions "
+                    f"request {name!r} goes on at {start}, and was left between {left.low} and {left.high}; positions "
                     f"must be exact on the host, with rejected drafts taken off"
                 )
             found[request] = chunk
         for request, chunk in found.items():
-            self._next[request] = chunk.low, chunk.end
+            left = self._next.setdefault(request, _Next(0, 0))
+            left.low, left.high = chunk.low, chunk.end
         return tuple(found.values())
 
     def remember(self) -> Callable[[], None]:
-        """Take down where requests may go on; what is returned puts it back. What was lost since then stays lost."""
-        known, lost = dict(self._next), dict(self._lost)
+        """Take down where requests may go on; what is returned puts it back.
+
+        What was lost since then stays lost, and what has ended stays ended, whatever was planned under its name since.
+        """
+        known, lost = [(request, left, left.low, left.high) for request, left in self._next.items()], dict(self._lost)
 
         def put_back() -> None:
-            since = {request: why for request, why in self._lost.items() if request in known}
-            self._next, self._lost = dict(known), {**since, **lost}
+            self._next = {request: left for request, left, _, _ in known if self._next.get(request) is left}
+            for _, left, low, high in known:
+                left.low, left.high = low, high
+            self._lost = {request: why for request, why in {**self._lost, **lost}.items() if request in self._next}
 
         return put_back
 

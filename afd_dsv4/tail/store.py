@@ -407,18 +407,21 @@ class TailStore:
     def remember(self) -> Callable[[], None]:
         """Take down who has which pages and goes on where; what is returned puts it back, as often as it is called.
 
-        Plans made in between are worth nothing from then on. A tail that was declared void stays void. For
-        `execution/pcp.py`, which says when this may be done.
+        Plans made in between are worth nothing from then on. A tail that was declared void stays void, and a request
+        that has ended stays ended, also where a plan has seated another of its name. For `execution/pcp.py`, which says
+        when this may be done.
         """
         seats = [(request, seat, seat.low, seat.high) for request, seat in self._seats.items()]
         free = tuple(self._free)
         pages = [(pool, pool.owned.copy(), pool.spare.copy(), pool.mapped.copy()) for pool in self._pools.values()]
 
         def put_back() -> None:
-            self._seats = {request: seat for request, seat, _, _ in seats}
+            stay = {request: seat for request, seat, _, _ in seats if self._seats.get(request) is seat}
+            ended = [seat.index for request, seat, _, _ in seats if request not in stay]
+            self._seats = stay
             for _, seat, low, high in seats:
                 seat.low, seat.high = low, high
-            self._free = deque(free)
+            self._free = deque((*free, *ended))
             for pool, owned, spare, mapped in pages:
                 pool.owned[:], pool.spare[:], pool.mapped[:] = owned, spare, mapped
 

@@ -33,9 +33,9 @@ class Engine:
         self.position: dict[str, int] = {}
         self.made = 0
 
-    def batch(self, rng: random.Random) -> tuple[set[str], list[tuple[str, int, int]]]:
+    def batch(self, rng: random.Random, *, ends: bool = True) -> tuple[set[str], list[tuple[str, int, int]]]:
         """Requests that end, and name, start and rows of those that are scheduled."""
-        gone = {name for name in self.position if rng.random() < 0.2}
+        gone = {name for name in self.position if ends and rng.random() < 0.2}
         names = [name for name in self.position if name not in gone]
         fresh = [f"request {self.made + i}" for i in range(rng.randrange(SEATS - len(names) + 1))]
         batch = [(name, self.position.get(name, 0), rng.randint(1, 9)) for name in names + fresh if rng.random() < 0.8]
@@ -74,7 +74,7 @@ class Engine:
         slots = [slot.lease for slot in self.runtime.arena.slots], [slot.last for slot in self.runtime.arena.slots]
         states = [lease and lease.state for lease in slots[1]]
         with pretending(self.runtime.store, self.steps, lambda: self.runtime.arena.counters.leases):
-            chunks = self.plan(*self.batch(rng))
+            chunks = self.plan(*self.batch(rng, ends=False))  # an end is no plan
             total = sum(chunk.tokens for chunk in chunks)
             for part in parts(chunks, [total // 2, total - total // 2]):
                 if part:
@@ -120,6 +120,42 @@ def test_an_open_lease_is_left_alone_and_its_forward_goes_on() -> None:
             after[0].launch(layer, stream)
     runtime.device.run()
     assert runtime.wrong == []
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["ended", "ended, and another of its name planned"])
+def test_a_request_that_ends_within_stays_ended_and_its_seat_is_another_request_s(again: bool) -> None:
+    runtime, steps, forward = world()
+    stream = runtime.device.stream()
+    with forward:
+        for layer in range(3):
+            forward[0].launch(layer, stream)
+        with pretending(runtime.store, steps, lambda: runtime.arena.counters.leases):
+            assert steps.end(finished={"b"}) == (RequestId("b"),)
+            runtime.end_request("b")
+            if again:
+                runtime.store.plan(steps.chunks(["b", "a"], [0, 9], [30, 2], {}), SlotIndex(1))
+    assert runtime.store.seat(RequestId("b")) is None
+    with pytest.raises(ImpossibleStep, match="'b' is new and starts at 12"):
+        steps.chunks(["b"], [12], [1], {})
+    assert steps.end(finished={"b"}) == ()
+    assert np.array_equal(runtime.store.owners(4), np.arange(1, runtime.store.pages(4)))
+    names = ["c", "d", "e", "a"]  # as many as there are seats
+    with Forward(runtime, [steps.chunks(names, [0, 0, 0, 9], [5] * SEATS, {})]) as after:
+        for layer in range(3):
+            after[0].launch(layer, stream)
+    runtime.device.run()
+    assert runtime.wrong == []
+
+
+def test_what_is_lost_and_ends_within_is_not_lost_for_the_next_of_its_name() -> None:
+    runtime, steps, forward = world()
+    with pretending(runtime.store, steps, lambda: runtime.arena.counters.leases):
+        steps.lost(["b"], "planted")
+        steps.end(finished={"b"})
+        runtime.end_request("b")
+    assert steps.chunks(["b"], [0], [4], {}) == (RequestChunk(RequestId("b"), 0, 4),)
+    with pytest.raises(BrokenOff), forward:
+        pass
 
 
 def test_an_exception_within_puts_everything_back_and_goes_on() -> None:

@@ -97,7 +97,7 @@ typedef struct AfdDsv4TailParams {
   int32_t tokens;
   int32_t launch_tokens;
   int32_t row_dtype;
-  int32_t list_ids;  // columns that are looked at, back from the one that holds a request's last token: 1..12
+  int32_t list_ids;  // columns that are looked at, back from the one that holds a request's last token: 1..64
   int32_t reserved;  // 0
 } AfdDsv4TailParams;
 

@@ -23,8 +23,8 @@ constexpr uint32_t kRopeColumns = 64;
 
 constexpr uint32_t kMaxBlocks = 128;
 constexpr uint32_t kMaxRequests = 4096;
-constexpr uint32_t kMaxListIds = 12;
-constexpr uint32_t kFaultWords = 8;  // int32 of the record that a block leaves in the workspace: one UB block
+constexpr uint32_t kMaxListIds = 64;  // pages of 8 rows hold a tail of C128 with drafts in 19
+constexpr uint32_t kFaultWords = 8;   // int32 of the record that a block leaves in the workspace: one UB block
 constexpr uint32_t kFaultsBytes = kMaxBlocks * kFaultWords * 4;
 
 constexpr uint32_t kC4Ratio = 4;

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 """The command `afd-dsv4`: `plan` says what a prompt needs, `doctor` why a queue stands still, `evidence` runs the
-demonstration, `trace` judges a run, `compat` compares a stack with what the plugin was written against.
+demonstration, `trace` judges a run, `compat` compares a stack with what the plugin was written against, `kernels` says
+what our kernels take of the device.
 
 Problem: whether a long prompt will ever start is decided by numbers spread over two code bases, and asking a server
 costs a model load.
@@ -65,8 +66,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 1 for violations or drift, 2 for bad input or an unknown stack, or
-    that of the evidence run.
+    """Run the command and return its exit status: 0, 1 for violations, drift or a missed limit, 2 for bad input or an
+    unknown stack, or that of the evidence run.
 
     Raises:
         SystemExit: 0 after `--help` and `--version`, 141 when the reader of the output has left.
@@ -80,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from afd_dsv4.evidence.run import main as evidence  # heavy: torch and, mostly, a whole software NPU
 
             return evidence(options)
-        return {"trace": _trace, "compat": _compat, "plan": _plan, "doctor": _doctor}[options.command](options)
+        answers = {"trace": _trace, "compat": _compat, "plan": _plan, "doctor": _doctor, "kernels": _kernels}
+        return answers[options.command](options)
     except InputError as error:
         _complain(error)
         return EXIT_BAD_INPUT
@@ -133,7 +135,9 @@ def _discard(stream: TextIO) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="afd-dsv4", description="Bounded compressor state for DeepSeek-V4 on Ascend.")
     parser.add_argument("--version", action="version", version=f"afd-dsv4 {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{plan,doctor,evidence,trace,compat}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="{plan,doctor,evidence,trace,compat,kernels}"
+    )
 
     plan = commands.add_parser(
         "plan",
@@ -223,6 +227,16 @@ def _parser() -> argparse.ArgumentParser:
             "packages; may be given more than once",
         )
         action.add_argument("--stack", metavar="NAME", help="the stack it is taken for")
+
+    kernels = commands.add_parser("kernels", help="what our kernels take of the device")
+    actions = kernels.add_subparsers(dest="action", required=True, metavar="{report}")
+    report = actions.add_parser(
+        "report",
+        help="Unified Buffer, bytes, instructions and slots, each against its limit",
+        description="Runs each kernel in the host emulation and prints what it takes, with the source of each figure. "
+        "Nothing of it is measured on hardware. Exit status 0: every limit is kept; 1: some are not; 2: no emulation.",
+    )
+    report.add_argument("--json", action="store_true", help="machine-readable answer")
     return parser
 
 
@@ -358,6 +372,14 @@ def _compat(options: argparse.Namespace) -> int:
     else:
         _answer(text.removesuffix("\n"))
     return 0
+
+
+def _kernels(options: argparse.Namespace) -> int:
+    from afd_dsv4.kernels_report import run  # NumPy and a native library
+
+    text, status = run(options.json)
+    _answer(text)
+    return status
 
 
 def _write(name: str, text: str) -> None:

@@ -82,7 +82,7 @@ class KernelPoolC128 {
                                   uint64_t stride, int32_t count) {
     const AscendC::DataCopyExtParams copy(static_cast<uint16_t>(count), static_cast<uint32_t>(kColumns * sizeof(T)),
                                           static_cast<uint32_t>((stride - kColumns) * sizeof(T)), 0, 0);
-    AscendC::DataCopyPad(rows, gm, copy, AscendC::DataCopyPadExtParams<T>(false, 0, 0, T{}));
+    AscendC::DataCopyPad(rows, gm, copy, AscendC::DataCopyPadExtParams<T>());
   }
 
   __aicore__ inline void CopyApe(int32_t slice) {

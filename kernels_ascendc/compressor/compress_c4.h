@@ -106,7 +106,7 @@ class KernelCompressC4 {
                                           static_cast<uint32_t>((stride - head_dim) * sizeof(T)),
                                           static_cast<uint32_t>(head_dim * sizeof(T) / kBlockBytes), 0);
     AscendC::DataCopyPad(window[(2 * first + half) * head_dim], gm[offset + half * head_dim], copy,
-                         AscendC::DataCopyPadExtParams<T>(false, 0, 0, T{}));
+                         AscendC::DataCopyPadExtParams<T>());
   }
 
   // ------------------------------------------------------------------------------------------------ copy in

@@ -80,7 +80,7 @@ class KernelTailUpdate {
     const uint64_t stride = static_cast<uint64_t>(params_.row_stride);
     const AscendC::DataCopyExtParams copy(static_cast<uint16_t>(count), static_cast<uint32_t>(half_ * sizeof(Row)),
                                           static_cast<uint32_t>((stride - half_) * sizeof(Row)), 0, 0);
-    const AscendC::DataCopyPadExtParams<Row> none(false, 0, 0, Row{});
+    const AscendC::DataCopyPadExtParams<Row> none;
     AscendC::DataCopyPad(in, rowsGm_[row * stride], copy, none);
     AscendC::DataCopyPad(in[kPiece], rowsGm_[row * stride + half_], copy, none);
     inQ_.EnQue(in);

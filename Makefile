@@ -35,7 +35,7 @@ explore: setup ## schedules of small programs on the real arena, and every plant
 soak: setup ## a random load with faults on the software NPU, every byte compared; ARGS: --seed, --executions, --rounds
 	@$(ON_SOFTNPU) $(BIN)/python -m afd_dsv4.evidence.soak $(ARGS)
 
-afd-soak: setup ## uBatches and stages of AFD, with a fault at every point of their life; ARGS: --seed, --stages, --ranks, --connector
+afd-soak: setup ## uBatches and stages of AFD, with a fault at every point of their life; ARGS: --seed, --stages, --ranks, --mode (cam, dbo, sync)
 	@$(ON_SOFTNPU) $(BIN)/python -m tests.afd.soak $(ARGS)
 
 engine: setup ## the real vLLM and vllm-ascend on the software NPU, native against plugin; ARGS: --workloads, --seed, --out

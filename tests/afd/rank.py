@@ -7,7 +7,7 @@ all executions as one `Forward`, and drives the protocol's own schedule. What it
 host runs ahead as under asynchronous scheduling. The connector is a subclass of the double's, as the adapter registers
 one, or, on the commit's own code, the adapter's: it audits what it is handed, and tells a `CamForward` what is sent and
 received.
-Not here: which faults are planted, and what must come of them (`soak.py`).
+Not here: which faults are planted, and what must come of them (`faults.py`, `ends.py`).
 """
 
 from __future__ import annotations
@@ -277,13 +277,20 @@ class Rank:
         """Both, where every answer comes."""
         return self.close_connector() + self.stop_ffn()
 
-    def reconnect(self) -> None:
-        """After a forward broke off in the middle of the FFN side's walk."""
-        self.disconnect()
+    def reconnect(self) -> list[BaseException]:
+        """After a forward with CAMP2P broke off: close connectors and FFN ranks as `disconnect` does, and make others.
+
+        The FFN ranks have been told of the forward, and wait for those of its items that nobody will send. The commit
+        has no way back from there: both sides are restarted. This stands for that restart, in one process: streams that
+        wait for an answer are let go, and what they read is not one. The runtime is not restarted, it goes on with
+        what the forward has left. With CAM an FFN rank takes any item next, and needs none of this.
+        """
+        errors = self.disconnect()
         connectors.WIRE.release()
         torch.npu.synchronize()
         connectors.WIRE.forget()
         self.connect()
+        return errors
 
     # What the adapter does
 

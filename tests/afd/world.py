@@ -7,7 +7,7 @@ processes. Way: each process is one Attention rank of a world, or its FFN ranks;
 The connectors, schedules and threads are the double's or, where AFD_PLUGIN_PATH names a checkout, the commit's own:
 then the groups are real process groups over the software HCCL, made by the commit's `init_afd_connector`.
 With CAM the Attention ranks are DP groups of one each, and share the FFN ranks; with CAMP2P each has an FFN rank.
-Not here: faults (`soak.py`): a world whose rank broke off ends as a whole.
+Not here: faults (`faults.py`): a world whose rank broke off ends as a whole.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from afd_dsv4.execution.ubatch import cut  # noqa: E402
 from afd_dsv4.geometry import CompressorKind  # noqa: E402
 from afd_dsv4.softnpu import runtime as softnpu  # noqa: E402
 from afd_dsv4.workspace.lease import Lease, LeaseState, OrderError  # noqa: E402
-from tests.afd import connectors, metadata, protocol, schedule, soak, ubatching  # noqa: E402
+from tests.afd import connectors, load, metadata, protocol, schedule, ubatching  # noqa: E402
+from tests.afd.faults import APART  # noqa: E402
 from tests.afd.model import HIDDEN, LAYERS, TOPK  # noqa: E402
 from tests.afd.points import Mode, Planted, Point  # noqa: E402
 from tests.afd.rank import Rank  # noqa: E402
@@ -78,7 +79,7 @@ def test_rows_and_hidden_states_are_those_of_the_batch_that_was_not_cut(mode: Mo
     rng = random.Random(3)
     rank = Rank(mode, **how)
     if apart:  # a uBatch on a stream of its own needs the edge to the other one
-        rank.model.auxiliary = rank.auxiliary, soak._APART[apart]
+        rank.model.auxiliary = rank.auxiliary, APART[apart]
     for _ in range(12):
         rank.forward(rank.batch(rng))
     rank.land_all()
@@ -96,10 +97,10 @@ def test_rows_and_hidden_states_are_those_of_the_batch_that_was_not_cut(mode: Mo
 
 @pytest.mark.parametrize("mode", [Mode.CAM, Mode.DBO])
 def test_without_the_edges_rows_are_wrong_and_the_checker_says_so(mode: Mode) -> None:
-    corrupt, violations = soak.control(mode, "control", ordered=False, forwards=30)
+    corrupt, violations = load.control(mode, "control", ordered=False, forwards=30)
     assert corrupt
     assert violations
-    assert soak.control(mode, "control", ordered=True, forwards=30) == (0, 0)
+    assert load.control(mode, "control", ordered=True, forwards=30) == (0, 0)
 
 
 @pytest.mark.parametrize("edge", [True, False])

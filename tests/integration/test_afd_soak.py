@@ -9,8 +9,9 @@ import pytest
 pytest.importorskip("torch")
 
 from afd_dsv4.softnpu import runtime as softnpu
-from tests.afd import soak
+from tests.afd import judge, load
 from tests.afd.points import Mode, Point
+from tests.afd.rank import Rank
 from tests.stock_world import small_hidden_size
 
 __all__ = ["small_hidden_size"]  # a fixture
@@ -20,15 +21,15 @@ pytestmark = pytest.mark.npu
 
 @pytest.mark.parametrize("mode", Mode)
 def test_every_point_has_its_outcome(mode: Mode) -> None:
-    totals = soak.soak(mode, "small", 60)
-    assert soak._missed(totals, mode) == []
+    totals = load.soak(mode, "small", 60)
+    assert judge.missed(totals, mode) == []
     assert totals.violations == []
     assert (totals.corrupt, totals.lost.total()) == (0, 0)
     assert totals.rows > 100
     assert (totals.fatal > 0) == (mode is Mode.CAM)
     assert (totals.swallowed > 0) == (mode is Mode.DBO)
     assert totals.quarantined > 0
-    assert soak.failures(totals, [], (3, 3), [mode]) == []
+    assert judge.failures(totals, [], (3, 3), [mode]) == []
 
 
 def test_points_are_numbered_from_one_without_a_gap() -> None:
@@ -37,25 +38,25 @@ def test_points_are_numbered_from_one_without_a_gap() -> None:
 
 
 def test_the_soak_fails_for_each_of_its_reasons() -> None:
-    good = soak.Totals()
+    good = judge.Totals()
     for point in Point:
         good.hits[Mode.SYNC, point] += Mode.SYNC in point.where
     modes = [Mode.SYNC]
-    assert soak.failures(good, [], (2, 2), modes) == []
-    assert "blind" in soak.failures(good, ["it"], (2, 2), modes)[0]
-    assert "1 of 2 planted" in soak.failures(good, [], (1, 2), modes)[0]
-    assert soak.failures(good, [], (0, 0), modes)
-    assert "point 1 " in soak.failures(soak.Totals(), [], (2, 2), modes)[0]
-    for bad in (soak.Totals(violations=["x"]), soak.Totals(corrupt=1)):
-        assert "violated" in soak.failures(good + bad, [], (2, 2), modes)[-1]
-    bad = soak.Totals()
+    assert judge.failures(good, [], (2, 2), modes) == []
+    assert "blind" in judge.failures(good, ["it"], (2, 2), modes)[0]
+    assert "1 of 2 planted" in judge.failures(good, [], (1, 2), modes)[0]
+    assert judge.failures(good, [], (0, 0), modes)
+    assert "point 1 " in judge.failures(judge.Totals(), [], (2, 2), modes)[0]
+    for bad in (judge.Totals(violations=["x"]), judge.Totals(corrupt=1)):
+        assert "violated" in judge.failures(good + bad, [], (2, 2), modes)[-1]
+    bad = judge.Totals()
     bad.lost["slots"] = 1
-    assert "violated" in soak.failures(good + bad, [], (2, 2), modes)[-1]
+    assert "violated" in judge.failures(good + bad, [], (2, 2), modes)[-1]
 
 
 def test_an_outcome_that_is_not_the_expected_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A runtime that does not give up what it was told to would be found."""
-    monkeypatch.setattr(soak.Rank, "take_slots", lambda rank: 0)
-    totals = soak.soak(Mode.SYNC, "blind", 1, points=False)
+    monkeypatch.setattr(Rank, "take_slots", lambda rank: 0)
+    totals = load.soak(Mode.SYNC, "blind", 1, points=False)
     assert totals.lost["slots"] > 0
     softnpu.set_schedule(0)

@@ -7,7 +7,8 @@ works where a feature of the engine breaks its assumptions corrupts memory. So e
 of them at once, and a mode that was asked for and refused is told apart from one that was never asked for.
 Way: a pure function from the settings and the facts of one engine (`EngineFacts`, plain values) to a frozen
 `Decision`. What is known to break is refused by name, features that depend on the adapter are refused unless it says
-that it covers them, and so is a fact that could not be read. A feature that is no fact here is not looked at.
+that it covers them, and so is a fact that could not be read, or is nothing that such a fact can be: deciding never
+raises. A feature that is no fact here is not looked at.
 Not here: where the facts come from (`compat/facts.py`), and what "on" changes (`plugin.py`).
 """
 
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from types import UnionType
+from typing import Final, get_args, get_origin, get_type_hints
 
 from afd_dsv4.config import Executor, Mode, Settings
 from afd_dsv4.geometry import InputError, ModelGeometry, PageLayout, page_layout
@@ -28,6 +30,7 @@ AFD_WORKER: Final = "afd_plugin.v1.worker.npu.AFDNPUAttentionWorker"
 #: Devices whose page sizes `geometry` knows.
 DEVICES: Final = ("A2", "A3")
 ATTENTION: Final = "attention"
+FFN: Final = "ffn"
 #: Connectors of afd-plugin that an adapter can follow.
 CAM_ASYNC: Final = "CAMAsyncAFDConnector"
 CAM_P2P: Final = "CAMP2pAFDConnector"
@@ -214,7 +217,7 @@ class EngineFacts:
     kernels: KernelFacts
 
     def __post_init__(self) -> None:
-        if unknown := self.covers - COVERABLE:
+        if isinstance(self.covers, frozenset) and (unknown := self.covers - COVERABLE):
             raise ValueError(f"covers {sorted(unknown)}; what an adapter may cover is {sorted(COVERABLE)}")
 
 
@@ -271,17 +274,46 @@ def off(reason: str) -> Decision:
 
 
 def decide(settings: Settings, facts: EngineFacts) -> Decision:
-    """Decide for one engine. On only where there is nothing to object, see `objections`."""
+    """Decide for one engine. On only where there is nothing to object, see `objections`. Never raises."""
     mode = settings.mode
     if mode is Mode.OFF:
         return off("no other mode was asked for")
-    if mode is Mode.AFD and facts.afd and facts.afd.role != ATTENTION:
+    try:
+        absurd = tuple(_absurd(facts))
+        return _refused(mode, absurd) if absurd else _decide(settings, facts)
+    except Exception as error:  # facts that nobody thought of
+        why = _no("facts of this engine", f"cannot be judged: {type(error).__name__}: {error}", "report it")
+        return _refused(mode, (why,))
+
+
+def _refused(mode: Mode, reasons: tuple[str, ...]) -> Decision:
+    return Decision(mode, active=False, refused=True, reasons=reasons)
+
+
+def _absurd(facts: object, cls: type = EngineFacts, path: str = "facts") -> Iterator[str]:
+    """Facts that are nothing that such a fact can be."""
+    if not isinstance(facts, cls):
+        yield _no(path, f"{facts!r}, which is no {cls.__name__}", "report it")
+        return
+    for name, hint in get_type_hints(cls).items():
+        value = getattr(facts, name)
+        kinds = tuple(get_origin(each) or each for each in (get_args(hint) if isinstance(hint, UnionType) else (hint,)))
+        odd = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
+        if odd or (isinstance(value, int) and value < 0):
+            yield _no(f"{path}.{name}", repr(value), "report it")
+        elif isinstance(value, (AfdFacts, KernelFacts)):
+            yield from _absurd(value, type(value), f"{path}.{name}")
+
+
+def _decide(settings: Settings, facts: EngineFacts) -> Decision:
+    mode = settings.mode
+    if mode is Mode.AFD and facts.afd and facts.afd.role == FFN:
         # The same settings serve both roles; only attention has a compressor.
-        why = f"the AFD role here is {facts.afd.role!r}; only {ATTENTION!r} has a compressor"
+        why = f"the AFD role here is {FFN!r}; only {ATTENTION!r} has a compressor"
         return Decision(mode, active=False, refused=False, reasons=(why,))
     reasons = tuple(objections(settings, facts))
     if reasons:
-        return Decision(mode, active=False, refused=True, reasons=reasons)
+        return _refused(mode, reasons)
     drafts = facts.speculative_tokens if settings.drafts is None else settings.drafts
     # Operators of all supported stacks have the contract that the stock executor needs.
     executor = Executor.STOCK if settings.executor is Executor.AUTO else settings.executor
@@ -345,6 +377,8 @@ def _against_role(mode: Mode, facts: EngineFacts) -> Iterator[str]:
 
 
 def _against_afd(afd: AfdFacts, facts: EngineFacts) -> Iterator[str]:
+    if afd.role != ATTENTION:
+        yield _no("AFD role", repr(afd.role), f"use {ATTENTION!r} or {FFN!r}")
     install = "install commit 85e826e of vllm-project/afd-plugin"
     if afd.plugin is None:
         yield _no("afd-plugin", "not installed", install)

@@ -441,3 +441,41 @@ def test_it_is_never_on_with_an_objection_and_never_refused_without_one(names, c
     if mode is Mode.OFF or (mode is Mode.AFD and afd is FFN):
         assert not decision.active
         assert not decision.refused
+
+
+@pytest.mark.parametrize("role", ["atention", "", "Attention", "FFN", "None"])
+def test_a_role_that_afd_plugin_does_not_know_is_refused_by_name_and_not_taken_for_the_other(role: str) -> None:
+    facts = replace(PLAIN, covers=COVERED, ubatches=2, afd=replace(ATTENTION, role=role))
+    decision = decide(Settings(Mode.AFD), facts)
+    assert not decision.active
+    assert decision.refused
+    assert f"AFD role: {role!r}; use 'attention' or 'ffn'" in decision.reasons
+
+
+@pytest.mark.parametrize("mode", [Mode.AFD, Mode.COLOCATED])
+@pytest.mark.parametrize("value", [None, "2", -1, True, 2.5, (), object()], ids=repr)
+def test_facts_that_nothing_can_be_are_refused_by_name_and_never_raise(mode: Mode, value: object) -> None:
+    base = replace(PLAIN, covers=COVERED, ubatches=2, afd=ATTENTION if mode is Mode.AFD else None)
+    for field in fields(EngineFacts):
+        decision = decide(Settings(mode), replace(base, **{field.name: value}))
+        assert decision.reasons
+        wanted = {"int": (int,), "bool": (bool,), "str": (str,)}.get(str(field.type).split(" ")[0])
+        if wanted and value is not None and (type(value) not in wanted or value == -1):
+            assert decision.refused
+            assert any(f"facts.{field.name}: {value!r}" in why for why in decision.reasons)
+    for field in fields(AfdFacts):
+        decision = decide(Settings(Mode.AFD), replace(base, afd=replace(ATTENTION, **{field.name: value})))
+        assert decision.reasons
+
+
+@pytest.mark.parametrize("facts", [None, {}, "facts"])
+def test_no_facts_at_all_are_a_refusal(facts: EngineFacts) -> None:
+    decision = decide(COLOCATED, facts)
+    assert decision.refused
+    assert "which is no EngineFacts" in decision.line()
+
+
+def test_facts_of_the_right_type_that_cannot_be_judged_are_a_refusal() -> None:
+    decision = decide(COLOCATED, replace(PLAIN, max_num_seqs=0))
+    assert decision.refused
+    assert "facts of this engine: cannot be judged: " in decision.line()

@@ -194,9 +194,13 @@ def release(version: str | None) -> str | None:
 
 
 def same_commit(one: str, other: str) -> bool:
-    """Whether two abbreviated commits may be the same."""
+    """Whether two abbreviated commits may be the same; what is no commit is none."""
     digits = min(len(one), len(other))
-    return digits >= _SHORTEST_COMMIT and one[:digits].lower() == other[:digits].lower()
+    return _is_commit(one) and _is_commit(other) and one[:digits].lower() == other[:digits].lower()
+
+
+def _is_commit(text: str) -> bool:
+    return len(text) >= _SHORTEST_COMMIT and re.fullmatch("[0-9a-fA-F]+", text) is not None
 
 
 def described(version: str | None, commit: str | None) -> str:
@@ -287,7 +291,7 @@ def _commit_in_url(text: str | None) -> str | None:
         commit = json.loads(text or "{}")["vcs_info"]["commit_id"]
     except (ValueError, KeyError, TypeError):
         return None
-    return str(commit)
+    return commit if isinstance(commit, str) and _is_commit(commit) else None
 
 
 def _commit_in_version(version: str | None) -> str | None:
@@ -297,17 +301,18 @@ def _commit_in_version(version: str | None) -> str | None:
 
 
 def _git_head(checkout: Path) -> str | None:
-    """The commit that a checkout is at; no git is run."""
+    """The commit that a checkout is at, None where it does not say one; no git is run."""
     git = checkout / ".git"
     if git.is_file():  # a linked work tree
         git = checkout / _text(git).removeprefix("gitdir:").strip()
     head = _text(git / "HEAD").strip()
     if not head.startswith("ref:"):
-        return head or None
+        return head if _is_commit(head) else None
     ref = head.removeprefix("ref:").strip()
     shared = git / (_text(git / "commondir").strip() or ".")
     packed = re.search(rf"^([0-9a-f]{{40}}) {re.escape(ref)}$", _text(shared / "packed-refs"), re.MULTILINE)
-    return _text(shared / ref).strip() or (packed[1] if packed else None)
+    loose = _text(shared / ref).strip()
+    return loose if _is_commit(loose) else packed[1] if packed else None
 
 
 def _first_line(path: Path, field: str) -> str | None:
@@ -318,5 +323,5 @@ def _first_line(path: Path, field: str) -> str | None:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a path with a NUL byte, as a damaged file may name one
         return ""

@@ -206,3 +206,31 @@ def test_a_folder_of_sources_says_what_it_is_by_the_files_around_it(tmp_path):
     assert origin_of(loose).commit == "f" * 40
     bare = package(tmp_path / "bare", "vllm")
     assert (origin_of(bare).version, origin_of(bare).commit) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["85e826e garbage", "85e826e\ngarbage", "85e826g", "garbage", "85e826", "ref: refs/heads/none", "ref:", "\0", ""],
+)
+def test_a_head_that_is_no_commit_is_none(tmp_path: Path, said: str) -> None:
+    (tmp_path / "afd_plugin").mkdir()
+    (tmp_path / ".git" / "refs").mkdir(parents=True)
+    (tmp_path / ".git" / "HEAD").write_text(said)
+    assert origin_of(tmp_path / "afd_plugin").commit is None
+    (tmp_path / ".git" / "HEAD").write_text("ref: refs/main\n")
+    (tmp_path / ".git" / "refs" / "main").write_text(said)
+    assert origin_of(tmp_path / "afd_plugin").commit is None
+
+
+@pytest.mark.parametrize("said", ["gitdir: a\0b", "\0", "gitdir:", "gitdir: " + "x" * 5000, "garbage"])
+def test_a_damaged_link_of_a_work_tree_says_no_commit(tmp_path: Path, said: str) -> None:
+    (tmp_path / "afd_plugin").mkdir()
+    (tmp_path / ".git").write_text(said)
+    assert origin_of(tmp_path / "afd_plugin").commit is None
+
+
+@pytest.mark.parametrize("said", ["85e826e garbage", "85e826e-dirty", "85e826exyz", " 85e826e"])
+def test_what_is_no_commit_matches_none_however_it_begins(said: str) -> None:
+    assert afd_pin("85e826e") is not None
+    assert afd_pin(said) is None
+    assert not same_commit("85e826e", said)

@@ -136,11 +136,11 @@ def compress(
     out[there] = torch.cat([normed[:, : dim - rope], turned], dim=1).to(out.dtype)
 
 
-def prepared(*arguments: Any) -> Callable[[Any], None]:
-    """`compress` with all of its arguments, to be queued again and again on the stream that is given."""
+def prepared(stream: Any, *arguments: Any) -> Callable[[], None]:
+    """`compress` with all of its arguments, to be queued on a stream again and again."""
     module: Any = torch.get_device_module(arguments[0].device)
 
-    def queue(stream: Any) -> None:
+    def queue() -> None:
         with module.stream(stream):
             compress(*arguments)
 

@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from afd_dsv4.workspace.trace import Trace
 
 REQUESTS = 4  # of a uBatch
 ROPE_DIM = 64
-ROWS = ("rows",)  # the only part of a slot here
+ROWS, NOTHING = ("rows",), ()  # the only part of a slot here
 MOST_LAG_CYCLES = 1_000_000  # about 0.6 ms
 
 
@@ -134,19 +135,18 @@ class Load:
         self._prepared = on(where).prepared
         self.module.synchronize()
 
-    def project(self, ubatch: int, weight: torch.Tensor, rows: torch.Tensor) -> None:
-        """Queue the product of a layer on the current stream."""
+    def product(self, ubatch: int, weight: torch.Tensor, rows: torch.Tensor) -> Callable[[], Any]:
+        """What queues the product of a layer on the current stream, for any number of times."""
+        x = self.x[ubatch]
         if rows.device.type == "cuda":
-            torch.mm(self.x[ubatch], weight, out_dtype=torch.float32, out=rows)
-        else:
-            rows.copy_(self.x[ubatch].float() @ weight.float())
+            return partial(torch.mm, x, weight, out_dtype=torch.float32, out=rows)
+        return lambda: rows.copy_(x.float() @ weight.float())
 
-    def compressors(
-        self, ubatch: int, parts: Sequence[Weights], rows: torch.Tensor
-    ) -> tuple[Callable[[Any], None], ...]:
-        """The launches of a layer's compressors, for any number of times; each is given its stream."""
+    def compressors(self, ubatch: int, parts: Sequence[Weights], rows: torch.Tensor) -> tuple[Callable[[], None], ...]:
+        """The launches of a layer's compressors on the auxiliary stream, for any number of times."""
         return tuple(
             self._prepared(
+                self.aux,
                 rows[:, part.columns],
                 part.ape,
                 part.state,
@@ -181,8 +181,7 @@ class Stack:
 
     Attributes:
         arena: of the slots; unused elsewhere.
-        touches: made so far.
-        touch_s: seconds of the host in them, event calls included.
+        touch_s: seconds of the host in each touch so far, event calls included.
         lag: called before the compressors of a layer are queued, on their stream; for stress.
     """
 
@@ -199,11 +198,10 @@ class Stack:
                 columns = weight.shape[1]
                 if load.tokens * columns <= buffer.numel():
                     self._views[index, layer] = buffer[: load.tokens * columns].view(load.tokens, columns)
-        self._launches: dict[tuple[int, int, int], tuple[Callable[[Any], None], ...]] = {}
+        self._launches: dict[tuple[int, int, int], tuple[Callable[[], Any], tuple[Callable[[], None], ...]]] = {}
         self._events = [load.module.Event() for _ in range(4 * load.ubatches)]
         self._mint = GenerationMint()
-        self.touches = 0
-        self.touch_s = 0.0
+        self.touch_s: list[float] = []
         self.lag: Callable[[], None] = lambda: None
 
     @property
@@ -243,27 +241,37 @@ class Stack:
         else:
             index = {Reuse.PRIVATE: load.ubatches * number + ubatch, Reuse.UNORDERED: 0}.get(self.reuse, ubatch)
         rows = self._views[index, number]
-        launches = self._launches.get((index, number, ubatch))
-        if launches is None:
-            launches = self._launches[index, number, ubatch] = load.compressors(ubatch, parts, rows)
+        made = self._launches.get((index, number, ubatch))
+        if made is None:
+            made = load.product(ubatch, weight, rows), load.compressors(ubatch, parts, rows)
+            self._launches[index, number, ubatch] = made
+        project, launches = made
         if lease is not None:
-            self._touch(lease, load.main, writes=ROWS)
-        load.project(ubatch, weight, rows)
-        if lease is not None:
-            self._touch(lease, load.aux, reads=ROWS)
+            with self.arena.lock:
+                self._touch(lease, load.main, NOTHING, ROWS)
+                project()
+            with self.arena.lock:
+                self._touch(lease, load.aux, ROWS, NOTHING)
+                self.lag()
+                for launch in launches:
+                    launch()
         else:
+            project()
             event = self._events[(load.ubatches * number + ubatch) % len(self._events)]
             event.record(load.main)
             load.aux.wait_event(event)
-        self.lag()
-        for launch in launches:
-            launch(load.aux)
+            self.lag()
+            for launch in launches:
+                launch()
 
-    def _touch(self, lease: Lease[Any], stream: Any, **parts: Sequence[str]) -> None:
+    def _touch(self, lease: Lease[Any], stream: Any, reads: Sequence[str], writes: Sequence[str]) -> None:
         began = time.perf_counter()
-        lease.touch(stream, **parts)
-        self.touch_s += time.perf_counter() - began
-        self.touches += 1
+        lease.touch_locked(stream, reads, writes)
+        self.touch_s.append(time.perf_counter() - began)
+
+    def touch_us(self) -> float:
+        """Host time of the two touches of one layer of one execution, the median."""
+        return 1e6 * statistics.median(a + b for a, b in zip(self.touch_s[::2], self.touch_s[1::2], strict=True))
 
 
 @contextmanager
@@ -371,7 +379,7 @@ class Stress:
         unordered: reuses that the order checker found.
         records: of the trace.
         host_synchronisations: that torch noticed while forwards were queued.
-        touch_us: host time of the two touches of one layer of one execution, on average.
+        touch_us: host time of the two touches of one layer of one execution, the median, with a trace.
         handed_on: slots leased while their fence was pending.
         waits: stream waits queued.
         seconds: all of it.
@@ -420,7 +428,7 @@ def stress(load: Load, expected: torch.Tensor, reuses: int, seed: int, *, block:
             found.unordered += len(report.violations)
     found.wrong = int(wrong)
     found.bytes = found.forwards * want.numel()
-    found.touch_us = 2e6 * stack.touch_s / stack.touches
+    found.touch_us = stack.touch_us()
     found.handed_on, found.waits = stack.arena.counters.handed_on, stack.arena.counters.waits
     found.seconds = time.perf_counter() - began
     return found
@@ -465,7 +473,8 @@ class Timing:
         host_ms: median time in which the host had queued it, by way.
         peak: most bytes allocated during a forward beyond tokens, weights and compressed rows, by way.
         rows: bytes of staging rows, by way.
-        touch_us: host time of the two touches of one layer of one execution, on average.
+        touch_us: host time of the two touches of one layer of one execution, the median; the device keeps up, so that
+            the host is not held up by a full queue.
         private: time with private buffers over time with slots, median over turns: 1 is "costs nothing".
         synchronised: time with a synchronised device over time with slots.
         wrong: bytes that differ between the ways.
@@ -517,16 +526,19 @@ def measure(load: Load, expected: torch.Tensor, *, turns: int = 15, forwards: in
                 module.synchronize()
                 ended = time.perf_counter()
                 if turn < 0:
-                    stacks[reuse].touches, stacks[reuse].touch_s = 0, 0.0
                     continue
                 times[reuse].append(1e3 * (ended - began) / forwards)
                 hosts[reuse].append(1e3 * (queued - began) / forwards)
                 found.wrong += different(load, expected)[1] if turn in (0, turns - 1) else 0
+        slots = stacks[Reuse.SLOTS]
+        slots.touch_s.clear()
+        for _ in range(turns):
+            slots.forward()
+            module.synchronize()
+        found.touch_us = slots.touch_us()
     for reuse in ways:
         found.ms[reuse.name.lower()] = statistics.median(times[reuse])
         found.host_ms[reuse.name.lower()] = statistics.median(hosts[reuse])
-    slots = stacks[Reuse.SLOTS]
-    found.touch_us = 2e6 * slots.touch_s / slots.touches
     found.private, found.private_range = _ratio(times, Reuse.PRIVATE)
     found.synchronised, found.synchronised_range = _ratio(times, Reuse.SYNCHRONISED)
     return found

@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The evidence run on a CUDA device, and its ratios.")
     parser.add_argument("--out", type=Path, default=Path("build/device"), help="folder (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=32768, help="of the batch (default: %(default)s)")
+    parser.add_argument("--executions", type=int, help="of the soak (default: 100000, with --quick 600)")
     parser.add_argument("--quick", action="store_true", help="a little of everything; the figures mean nothing")
     asked = parser.parse_args(arguments)
     if not 1024 <= asked.tokens <= 131072:
         parser.error(f"--tokens {asked.tokens}: give 1024 to 131072")
+    if asked.executions is not None and asked.executions < 1:
+        parser.error(f"--executions {asked.executions}: give at least 1")
     return asked
 
 
@@ -85,13 +89,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from afd_dsv4.evidence.cuda import parts
     from afd_dsv4.geometry import InputError
 
+    sizes = parts.QUICK if asked.quick else parts.FULL
     options = argparse.Namespace(
         device="cuda",
         model="flash",
         tokens=asked.tokens,
         out=asked.out,
         argv=["evidence", "--device", "cuda", "--tokens", str(asked.tokens)],
-        sizes=parts.QUICK if asked.quick else parts.FULL,
+        sizes=replace(sizes, executions=asked.executions or sizes.executions),
     )
     try:
         status = run.main(options)

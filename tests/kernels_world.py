@@ -19,11 +19,14 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from afd_dsv4.compressor import reference
 from afd_dsv4.compressor.kernels import CompressParams, CoreOrder, Dtype, Kernels, TailParams
 from afd_dsv4.compressor.reference import Float32, PoolSpec
+from afd_dsv4.geometry import InputError
+from afd_dsv4.kernels_report import find
 from afd_dsv4.tail.rows import TailShape
 
 KINDS = {"c4": reference.C4, "c4_indexer": reference.C4_INDEXER, "c128": reference.C128}
@@ -85,6 +88,15 @@ class Case:
     def tokens(self) -> int:
         """Tokens of the launch, padded ones too."""
         return sum(r.length for r in self.requests) + self.padded_tokens
+
+
+@cache
+def library() -> Kernels:
+    """The kernels in the host emulation; skips the test where they are not built."""
+    try:
+        return Kernels(find())
+    except InputError as error:
+        pytest.skip(str(error))
 
 
 @cache  # it works out once how many pages a tail has
@@ -221,7 +233,7 @@ class World:
             rows = draw(rng, request.length, spec.row_dim)
             rows[:, spec.half :] *= 2
             self.raw.append(reference.round_to_bfloat16(rows) if case.row_dtype is Dtype.BF16 else rows)
-            self.history.append(draw(rng, len(self._need(request)), spec.row_dim))
+            self.history.append(draw(rng, len(self.need(request)), spec.row_dim))
         every = [rows for rows in (*self.raw, *self.history) if rows.size]
         for _ in range(case.specials if every else 0):
             rows = every[rng.integers(len(every))]
@@ -231,7 +243,8 @@ class World:
             if case.row_dtype is Dtype.BF16:
                 rows[...] = reference.round_to_bfloat16(rows)
 
-    def _need(self, request: Request) -> range:
+    def need(self, request: Request) -> range:
+        """Positions whose rows lie in pages before the launch, and that it may read."""
         return reference.need(request.start, self.case.spec.ratio, self.case.spec.overlap)
 
     def _lay_out(self) -> None:
@@ -247,7 +260,7 @@ class World:
         mapped = [
             (b, column)
             for b, request in enumerate(case.requests)
-            for column in sorted({*shape.pages(self._need(request)), *self._tail_pages(request)})
+            for column in sorted({*shape.pages(self.need(request)), *self._tail_pages(request)})
         ]
         pages = 1 + len(mapped) + 2
         for (b, column), page in zip(mapped, self.rng.permutation(np.arange(1, pages)), strict=False):
@@ -255,8 +268,8 @@ class World:
         self.table = memory.input("table", table)
         self.pool = memory.array("pool", (pages, case.page_rows * spec.row_dim + case.page_gap), np.float32)
         for b, request in enumerate(case.requests):
-            for position, row in zip(self._need(request), self.history[b], strict=True):
-                self._row(self.pool, b, position)[...] = row
+            for position, row in zip(self.need(request), self.history[b], strict=True):
+                self.row(self.pool, b, position)[...] = row
         self.ape_array = memory.input("ape", self.ape)
         self.norm_array = memory.input("norm_weight", self.norm_weight)
         self.out_rows = min(case.tokens, case.tokens // spec.ratio + requests)
@@ -274,7 +287,7 @@ class World:
             return range(0)
         return self.case.shape.pages(self.case.shape.live(request.end - request.drafts, request.end))
 
-    def _row(self, pool: Float32, request: int, position: int) -> Float32:
+    def row(self, pool: Float32, request: int, position: int) -> Float32:
         """The row of a position in its page; of `pool`, which is laid out as the launch's."""
         column, place = divmod(position, self.case.page_rows)
         begin = place * self.case.spec.row_dim
@@ -378,7 +391,7 @@ class World:
         new, half = self.raw[b], self.case.spec.half
         assert self.ape is not None
         made = reference.make_rows(new[:, :half], new[:, half:], self.ape, request.start)
-        return np.concatenate([self.history[b], made]), self._need(request).start
+        return np.concatenate([self.history[b], made]), self.need(request).start
 
     def expected_windows(self, plant: Plant | None = None) -> Float32:
         """The compressed rows of the launch, packed, fp32."""
@@ -412,9 +425,9 @@ class World:
             oldest_column = last - case.shape.list_ids + 1
             for position in range(max(request.start, oldest_column * case.page_rows), request.end):
                 if self.table[b, position // case.page_rows] != 0:
-                    self._row(pool, b, position)[...] = rows[position - oldest]
+                    self.row(pool, b, position)[...] = rows[position - oldest]
             if plant is Plant.TAIL and request.length:
-                self._row(pool, b, request.end - 1)[...] = self._row(self.pool_before, b, request.end - 1)
+                self.row(pool, b, request.end - 1)[...] = self.row(self.pool_before, b, request.end - 1)
         if plant is Plant.PAGE:
             written = np.flatnonzero(~same(pool, self.pool_before).all(axis=1))
             pool[written] = pool[np.roll(written, 1)]

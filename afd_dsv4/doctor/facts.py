@@ -59,7 +59,7 @@ class Engine:
     """The queue of one engine (one data-parallel rank).
 
     Attributes:
-        name: vLLM's index of it, or what the log calls it.
+        name: vLLM's index of it, or what the log calls several.
         running, waiting: requests.
         deferred: those of `waiting` that wait for something else than blocks; None where it is not said.
         usage: share of the KV cache that is in use, 0 to 1; None where it is not said.
@@ -70,6 +70,11 @@ class Engine:
     waiting: int
     deferred: int | None = None
     usage: float | None = None
+
+    @property
+    def label(self) -> str:
+        """For a sentence; a log may speak of several engines together."""
+        return f"engine {self.name}" if self.name.isdigit() else self.name
 
     @property
     def for_capacity(self) -> int:

@@ -84,10 +84,25 @@ _NOT_LOADED = re.compile(r"Failed to load plugin (\S+)")
 
 
 #: A line without any of these holds nothing that is looked for.
-_WORDS = re.compile(
-    "afd-dsv4|Available KV cache|Asynchronous|Auto-fit|Avg prompt|Chunked prefill|Failed to load|Initializing a V1|"
-    "No available memory|Only one platform|Overriding num|To serve at|Using max|block size|cache_config_info|"
-    "maximum (?:context|model)|non-default"
+_WORDS: Final = (
+    "afd-dsv4 ",
+    "Available KV cache",
+    "Asynchronous scheduling",
+    "Auto-fit",
+    "Avg prompt",
+    "Chunked prefill",
+    "Failed to load",
+    "Initializing a V1",
+    "No available memory",
+    "Only one platform",
+    "Overriding num",
+    "To serve at",
+    "Using max",
+    "block size should",
+    "cache_config_info",
+    "maximum context",
+    "maximum model",
+    "non-default args",
 )
 
 
@@ -122,15 +137,15 @@ def parse(text: str, name: str) -> Log:
     Raises:
         InputError: no line in vLLM's format.
     """
-    lines = [_COLOUR.sub("", line[:_LONGEST]) for line in text.splitlines()]
-    if not any(map(_LINE.search, lines)):
-        none = f"has no line in vLLM's format, such as 'INFO 11-30 05:28:02 [core.py:113] ...', among {len(lines)}"
+    text = _COLOUR.sub("", text)
+    if not _LINE.search(text):
+        none = f"holds {len(text):,} characters and no line such as 'INFO 11-30 05:28:02 [core.py:113] ...'"
         raise InputError(f"log {name!r}", none, "give what the vLLM server writes, at level INFO")
     numbers: dict[str, Any] = {}
     engines: dict[str, Engine] = {}
     log = Log(Server())
     computed = False
-    lines = [line for line in lines if _WORDS.search(line)]
+    lines = list(_lines(text))
     for line in lines:
         for pattern, key, read in _NUMBERS:
             if said := pattern.search(line):
@@ -147,13 +162,28 @@ def parse(text: str, name: str) -> Log:
             numbers["plugin"] = found[2] == "on"
         elif found := _STATE.search(line):
             run, waiting, deferred = int(found[4]), int(found[5]), int(found[6] or 0)
-            state = Engine(found[1] or found[2], run, waiting, deferred, float(found[7]) / 100)
+            who = str(int(found[1])) if found[1] else found[2]
+            state = Engine(who, run, waiting, deferred, float(found[7]) / 100)
             engines[state.name] = state
             computed |= float(found[3]) > 0
             log = replace(log, hit_rate=float(found[8]) / 100 if computed else None)
     told = server_of(log.options)
     read_server = Server(**{**told.known(), **numbers}, engines=tuple(engines.values()))
     return replace(log, server=read_server, findings=tuple(_faults(lines)))
+
+
+def _lines(text: str) -> Iterator[str]:
+    """The lines that hold one of the words, in their order; a log may have millions of others."""
+    begins = set()
+    for word in _WORDS:
+        at = text.find(word)
+        while at >= 0:
+            begins.add(text.rfind("\n", 0, at) + 1)
+            end = text.find("\n", at)
+            at = text.find(word, end) if end >= 0 else -1
+    for begin in sorted(begins):
+        end = text.find("\n", begin)
+        yield text[begin : min(end if end >= 0 else len(text), begin + _LONGEST)].rstrip("\r")
 
 
 def server_of(options: Mapping[str, Any]) -> Server:
@@ -181,9 +211,14 @@ def server_of(options: Mapping[str, Any]) -> Server:
 
 def _literal(text: str) -> Mapping[str, Any]:
     """A dictionary as Python writes it; an entry that is no literal is lost alone, text that is none gives nothing."""
-    try:
-        tree = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    # Enumerations are written as <Name.MEMBER: 0>, which is no Python.
+    for wording in (text, re.sub(r"<[^<>]*>", "None", text)):
+        try:
+            tree = ast.parse(wording, mode="eval").body
+            break
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+    else:
         return {}
     found = {}
     for key, value in zip(tree.keys, tree.values, strict=True) if isinstance(tree, ast.Dict) else ():

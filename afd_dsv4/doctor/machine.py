@@ -215,11 +215,14 @@ def _against_stack(machine: Machine) -> Iterator[Finding]:
     verdict = machine.verdict
     if verdict and verdict.known and not verdict.holds:
         symbols = list(dict.fromkeys(drift.target for drift in verdict.drift))
+        if symbols:
+            what = f"{len(symbols)} symbols of {verdict.name} are not as recorded"
+        else:
+            what = f"{len(verdict.unchecked)} symbols of {verdict.name} cannot be read"
         yield Finding(
             "drift",
             Severity.PROBLEM,
-            f"{len(symbols) or len(verdict.unchecked)} symbols of {verdict.name} are not as recorded: the plugin "
-            "stays off",
+            f"{what}: the plugin stays off",
             tuple(verdict.reasons[:3]),
             ("`afd-dsv4 compat check` lists all, with what goes wrong because of each; reinstall the release",),
             ("vllm-project/vllm-ascend#7823",),

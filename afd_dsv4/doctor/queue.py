@@ -237,6 +237,7 @@ def _prompt(case: Case) -> Finding | None:
         ),
     ]
     why += [f"So it is here: {_queue(engine)}." for engine in stuck]
+    why += _should_not_run(case, batch)
     return Finding(
         "prompt-never-fits",
         Severity.PROBLEM,
@@ -247,6 +248,19 @@ def _prompt(case: Case) -> Finding | None:
         _NEVER_ADMITTED,
         _numbers(case, batch),
     )
+
+
+def _should_not_run(case: Case, batch: int) -> Iterator[str]:
+    """What vLLM's own check at start-up, which asks for nearly the same, would have said to a server that runs."""
+    server = case.server
+    if server.max_model_len is None or server.num_blocks is None:
+        return
+    wanted = startup_blocks(case.plan(plugin=bool(server.plugin)), case.limits(batch))
+    if wanted > server.num_blocks:
+        yield (
+            f"With these numbers vLLM's check at start-up wants {wanted:,} blocks and refuses to start. That the "
+            "server runs means that its vllm-ascend counts otherwise there, or that a number here is not its own."
+        )
 
 
 def _numbers(case: Case, batch: int) -> dict[str, Any]:
@@ -365,7 +379,7 @@ def _stuck(engines: list[Engine], case: Case | None, server: Server) -> Finding:
             "of the queue wants more. Nobody will free any: it waits until it is aborted or the server is restarted, "
             "and nothing behind it is tried."
         ),
-        *(f"So do others: {_queue(engine)}." for engine in engines[1:]),
+        *(f"The same elsewhere: {_queue(engine)}." for engine in engines[1:]),
     ]
     remedies = []
     numbers: dict[str, Any] = {
@@ -392,6 +406,8 @@ def _stuck(engines: list[Engine], case: Case | None, server: Server) -> Finding:
                 f"(C4) and one for every {case.layout.c128_page_rows} (C128) of the batch."
             )
             remedies.append("a smaller --max-num-batched-tokens, or this plugin: see the table")
+    if case and batch:
+        why += _should_not_run(case, batch)
     if missing := _missing(case, server):
         remedies.append(f"to know more, give {', '.join(missing)}")
     return Finding(
@@ -437,8 +453,8 @@ def _moving(server: Server) -> Iterator[Finding]:
             yield Finding(
                 "deferred",
                 Severity.NOTE,
-                f"engine {engine.name}: {engine.deferred} requests are deferred: they wait for a KV transfer{held}, "
-                "a LoRA adapter or a grammar, not for blocks",
+                f"{engine.label}: {_requests(engine.deferred)} deferred, for a KV transfer{held}, a LoRA adapter or a "
+                "grammar, not for blocks",
                 ("More blocks do not help them; look at the connector's own log and metrics.",),
                 (),
                 ("vllm-project/vllm-ascend#13478",),
@@ -446,11 +462,11 @@ def _moving(server: Server) -> Iterator[Finding]:
             )
         if engine.for_capacity and not engine.stuck and (engine.running or engine.usage):
             in_use = "an unknown share" if engine.usage is None else f"{100 * engine.usage:.1f} %"
-            who = f"{engine.running} run" if engine.running else "nobody runs"
+            who = f"{engine.running} running" if engine.running else "nobody runs"
             yield Finding(
                 "queue-moves",
                 Severity.NOTE,
-                f"engine {engine.name}: {engine.for_capacity} requests wait behind others: {who}, {in_use} of the KV "
+                f"{engine.label}: {_requests(engine.for_capacity)} waiting behind others: {who}, {in_use} of the KV "
                 "cache is in use",
                 (
                     (
@@ -522,12 +538,13 @@ def _hits(case: Case | None, server: Server) -> Iterator[Finding]:
     )
 
 
+def _requests(count: int) -> str:
+    return f"{count} request{'s' * (count != 1)}"
+
+
 def _queue(engine: Engine) -> str:
-    many = engine.for_capacity != 1
-    return (
-        f"engine {engine.name}: {engine.for_capacity} request{'s' * many} wait{'s' * (not many)} for capacity, none "
-        "runs, 0 % of the KV cache is in use"
-    )
+    waiting = _requests(engine.for_capacity)
+    return f"{engine.label}: {waiting} waiting for capacity, none running, 0 % of the KV cache in use"
 
 
 def _largest(good: Callable[[int], bool], most: int) -> int:

@@ -160,7 +160,8 @@ def _stack(machine: Machine) -> Iterator[str]:
     if stack is None:
         return
     others = [f"torch {stack.torch or 'absent'}", f"torch-npu {stack.torch_npu or 'absent'}"]
-    yield f"{stack}, {', '.join(others)}, Python {stack.python}, {stack.machine}"
+    yield str(stack)
+    yield f"{', '.join(others)}, Python {stack.python}, {stack.machine}"
     if not machine.has_vllm:
         yield "no vLLM here: what follows is about the numbers of another machine's server"
     elif stack.name is None:
@@ -270,7 +271,7 @@ def _server(server: Server, taken: tuple[str, ...]) -> Iterator[str]:
         usage = "unknown" if engine.usage is None else f"{100 * engine.usage:.1f} %"
         deferred = f", {engine.deferred} deferred" if engine.deferred else ""
         yield (
-            f"engine {engine.name}: {engine.running} running, {engine.for_capacity} waiting for capacity{deferred}, "
+            f"{engine.label}: {engine.running} running, {engine.for_capacity} waiting for capacity{deferred}, "
             f"KV cache usage {usage}"
         )
     if taken:

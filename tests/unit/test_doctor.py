@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""The doctor: answers that were read and kept, the figures in them the long way, and machines that are broken."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from afd_dsv4.admission import SchedulerLimits, kv_plan
+from afd_dsv4.compat.stack import InstalledStack, package_folder
+from afd_dsv4.doctor import metrics, planned, queue
+from afd_dsv4.doctor.facts import Engine, Finding, Server, Severity, first_known
+from afd_dsv4.doctor.machine import Machine
+from afd_dsv4.geometry import InputError, page_layout, preset
+from tests.doctor.cases import ASCEND, CASES, HERE, OURS, ROOT, WITH_ASCEND, answer, machine, run
+from tests.unit.test_stack import package
+
+HEAVY = ("torch", "torch_npu", "vllm", "vllm_ascend", "afd_plugin", "transformers", "numpy", "griffe")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_answer_is_the_one_that_was_read(name: str, tmp_path: Path) -> None:
+    """`python -m tests.doctor.cases` writes them anew; read what differs."""
+    text, status, errors = answer(CASES[name], tmp_path)
+    assert text == (HERE / f"{name}.txt").read_text(encoding="utf-8")
+    assert status == CASES[name].status
+    assert errors == ""
+
+
+def snapshot(name: str) -> str:
+    return (HERE / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def test_no_snapshot_is_of_no_case() -> None:
+    assert {path.stem for path in HERE.glob("*.txt")} == set(CASES)
+
+
+def test_the_published_figures_are_those_of_the_long_way() -> None:
+    tokens = 63_778
+    c4 = math.ceil(tokens // 4 / 128)  # 128 compressed rows of 4 tokens
+    c128 = math.ceil(tokens // 128 / 128)
+    swa = 2 * math.ceil(tokens / 128)  # 43 layers in two groups
+    c4_state, c128_state = math.ceil(tokens / 8), math.ceil(tokens / 32)
+    native = c4 + c128 + swa + c4_state + c128_state
+    assert native == 11_094  # vllm-project/vllm-ascend#15204
+    for name in ("published", "published_from_a_log"):
+        text = snapshot(name)
+        assert "it needs 11,094 KV blocks, and 6,958 are free" in text
+        for group, blocks in (("c4_mla", c4), ("c128_mla", c128), ("swa", swa), ("c4_state", c4_state)):
+            assert f"{group:<12}{blocks:>8,}" in text
+        assert f"{'c128_state':<12}{c128_state:>8,}{100 * c128_state / native:>6.1f} %" in text
+        assert f"this plugin, with the states out of the KV cache: {c4 + c128 + swa:,} of 6,350 blocks" in text
+        block = 22 * (131_072 + 16_640)  # widest group: 22 layers, padded pages of both sizes
+        assert f"takes {block:,} B" in text
+        assert f"a KV cache of {math.ceil((native + 1) * block * 100 / 2**30) / 100:.2f} GiB" in text
+        assert "vllm-project/vllm-ascend#15204" in text
+    # The largest batches, with one and with two in flight: states are capped by what is in flight, plus one block each.
+    for batch, in_flight in ((39_665, 1), (19_832, 2)):
+        for more, fits in ((0, True), (1, False)):
+            alive = in_flight * (batch + more)
+            need = c4 + c128 + 2 * min(math.ceil((127 + alive) / 128) + 1, math.ceil(tokens / 128))
+            need += math.ceil((7 + alive) / 8) + 1 + math.ceil((127 + alive) / 32) + 1
+            assert (need <= 6_958) is fits
+        assert f"--max-num-batched-tokens {batch:,} or less" in snapshot("published")
+
+
+def test_the_budget_that_is_too_small_is_judged_with_vllms_own_figures_of_a_start() -> None:
+    length, alive = 131_072, 2 * 32_768
+    need = length // 4 // 128 + length // 128 // 128
+    need += (
+        2 * (math.ceil((127 + alive) / 128) + 1) + math.ceil((7 + alive) / 8) + 1 + math.ceil((127 + alive) / 32) + 1
+    )
+    assert need == 11_539  # run in the real start-up check
+    text = " ".join(snapshot("small_budget").split())
+    assert f"{need:,} blocks of 3,249,664 B, {10 * 2**30 // 3_249_664:,} there are" in text
+    assert f"wants {math.ceil(need * 3_249_664 * 100 / 2**30) / 100:.2f} GiB" in text
+    assert "wants 34.93 GiB of KV cache, there are 21.06" in " ".join(snapshot("refused_start").split())  # of a log
+
+
+def test_hits_come_in_the_least_common_multiple_of_all_blocks() -> None:
+    assert math.lcm(4 * 32, 128 * 32, 32, 2, 8) == 4_096  # vllm-project/vllm-ascend#16270
+    assert "hits come in multiples of 4,096 tokens" in " ".join(snapshot("no_hits").split())
+    assert queue.hit_multiple(page_layout("vllm-ascend-0.23.0", 128)) == math.lcm(512, 16_384, 128, 8, 32) == 16_384
+
+
+@pytest.mark.parametrize("name", ["healthy", "nothing"])
+def test_nothing_is_found_where_nothing_is_wrong(name: str) -> None:
+    assert snapshot(name).endswith("doctor: nothing found\n")
+
+
+# What is given beside the case, on the machine of no packages.
+def asked(tmp_path: Path, *arguments: str, given: bytes = b"", **environment: str) -> tuple[dict[str, Any], int, str]:
+    done = run(tmp_path, [*arguments, "--json"], environment, given)
+    return json.loads(done.stdout), done.returncode, done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "is empty"),
+        ("<html><body>502 Bad Gateway</body></html>\n", "is no Prometheus text (line 1: '<html>"),
+        ('{"status": "ok"}', "is no Prometheus text"),
+        ("\x00\ufffdPNG\r\n" * 50, "is no Prometheus text"),
+        ("node_load1 0.5\nnode_load5 0.4\n", "holds no metric of vLLM, but 2 others such as node_load1"),
+        ("# HELP vllm:num_requests_running x\n", "is no Prometheus text"),
+    ],
+)
+def test_a_metrics_page_that_is_none_is_refused_by_name(content: str, says: str) -> None:
+    with pytest.raises(InputError) as error:
+        metrics.parse(content, "page")
+    assert str(error.value).startswith("metrics 'page': ")
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"<html>502 Bad Gateway</html>", "is no Prometheus text"), (b"x" * (33 << 20), "give at most 33,554,432")],
+)
+def test_an_input_that_is_refused_costs_only_what_it_would_have_said(content: bytes, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "page"
+    file.write_bytes(content)
+    found, status, errors = asked(tmp_path, "--metrics", str(file), *CASES["published"].arguments)
+    assert (status, found["status"]) == (2, 2)
+    assert len(found["errors"]) == 1
+    assert str(file) in found["errors"][0]
+    assert says in found["errors"][0]
+    assert errors == f"afd-dsv4: error: {found['errors'][0]}\n"
+    assert found["findings"][0]["code"] == "prompt-never-fits"
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "why"),
+    [
+        ("--metrics", "fifo", "is not a regular file"),
+        ("--log", "missing", "No such file"),
+        ("--config", ".", "is not a regular file"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_by_name(option: str, name: str, why: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    found, status, _ = asked(tmp_path, option, str(tmp_path / name))
+    assert status == 2
+    assert repr(str(tmp_path / name)) in found["errors"][0]
+    assert why in found["errors"][0]
+
+
+def test_a_page_that_was_cut_in_a_line_says_so_and_what_is_missing(tmp_path: Path) -> None:
+    whole = (HERE / "stuck.metrics").read_bytes()
+    cut = whole[: whole.index(b"vllm:cache_config_info{") + 40]
+    found, status, _ = asked(tmp_path, "--metrics", "-", given=cut)
+    assert status == 1
+    codes = {finding["code"]: finding for finding in found["findings"]}
+    assert codes["malformed-metrics"]["numbers"] == {"malformed": 1}
+    assert codes["stuck-queue"]["numbers"]["free_blocks"] is None
+    assert "--num-gpu-blocks" in codes["stuck-queue"]["remedies"][-1]
+
+
+def test_lines_that_are_no_samples_are_left_out_and_counted(tmp_path: Path) -> None:
+    whole = (HERE / "stuck.metrics").read_bytes() + b"vllm:num_requests_running{engine=} 5\nvllm:x 1,5\n} {\n"
+    found, _, _ = asked(tmp_path, "--metrics", "-", given=whole)
+    assert [f["numbers"] for f in found["findings"] if f["code"] == "malformed-metrics"] == [{"malformed": 3}]
+    assert found["server"]["engines"][0]["running"] == 0
+
+
+def test_a_log_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    found, status, _ = asked(tmp_path, "--log", "stuck.metrics")
+    assert status == 2
+    assert "log 'stuck.metrics': holds 11,981 characters and no line such as 'INFO" in found["errors"][0]
+
+
+def test_of_a_huge_log_begin_and_end_are_read_and_that_is_said(tmp_path: Path) -> None:
+    begin = (HERE / "stuck.log").read_bytes()
+    middle = b"INFO 11-30 09:15:42 [x.py:1] (Worker) nothing of interest, but a great deal of it, again and again\n"
+    file = tmp_path / "log"
+    file.write_bytes(begin + middle * (40_000_000 // len(middle)) + begin.splitlines(keepends=True)[-1])
+    found, status, _ = asked(tmp_path, "--log", str(file), "--prompt-tokens", "63778")
+    assert status == 1
+    assert [finding["code"] for finding in found["findings"]] == ["prompt-never-fits", "log-cut"]
+    assert found["findings"][0]["numbers"]["native"]["blocks_needed"] == 11_094
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is no JSON"),
+        ("[1]", "holds a JSON list"),
+        ('{"mode": "colocated"}', "has the plugin's own 'mode' among the options of vLLM"),
+        ("[" * 100_000, "is no JSON"),
+    ],
+)
+def test_a_configuration_that_is_none_is_refused_by_name(text: str, says: str) -> None:
+    with pytest.raises(InputError) as error:
+        planned.options_of(text, "c.json")
+    assert str(error.value).startswith("config 'c.json': ")
+    assert says in str(error.value)
+
+
+def test_the_gate_gives_every_reason_against_a_configuration_before_a_server_is_started(tmp_path: Path) -> None:
+    whole = {**WITH_ASCEND, "vllm": ("0.26.0", {})}
+    options = {
+        "enable-lora": True,
+        "pipeline_parallel_size": 2,
+        "additional_config": {"afd_dsv4": {"mode": "colocated"}},
+    }
+    (tmp_path / "c.json").write_text(json.dumps(options))
+    found, status, _ = asked(machine(tmp_path, whole), "--config", str(tmp_path / "c.json"))
+    assert status == 1
+    assert found["gate"]["mode"] == "colocated"
+    assert found["gate"]["refused"] is True
+    reasons = " ".join(found["gate"]["reasons"])
+    for said in ("installed stack: vllm 0.26.0, vllm-ascend 0.23.0", "prefix caching: on", "pipeline parallelism: 2"):
+        assert said in reasons
+    assert "LoRA: on" in reasons
+    refused = next(finding for finding in found["findings"] if finding["code"] == "gate-refuses")
+    assert refused["remedies"] == found["gate"]["reasons"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"pipeline_parallel_size": "2"}, "option pipeline_parallel_size: '2'; it must be a whole number"),
+        ({"enable_lora": 1}, "option enable_lora: 1; it must be true or false"),
+        ({"speculative_config": {"method": 3}}, "option speculative_config.method: 3; it must be a text"),
+        ({"additional_config": "{"}, "option additional_config: '{'; it must be a JSON object"),
+    ],
+)
+def test_an_option_of_another_type_is_named(options: dict[str, Any], says: str) -> None:
+    here = Machine(InstalledStack("3", "x", None, None, "0.23.0", "0.23.0", None), None, None, (), {})
+    asked_for = {"additional_config": {"afd_dsv4": {"mode": "colocated"}}, **options}
+    limits = {"max_num_batched_tokens": 8192, "block_size": 128, "max_num_seqs": 4}
+    found = planned.plan(asked_for, here, {}, preset("flash"), **limits)
+    assert says in str(found.error)
+    assert found.decision is None
+
+
+def test_a_setting_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
+    found, status, _ = asked(tmp_path, AFD_DSV4_MODE="colocatd")
+    assert status == 1
+    assert [finding["code"] for finding in found["findings"]] == ["settings"]
+    assert "colocatd" in found["findings"][0]["title"]
+
+
+def test_with_an_allowlist_that_names_everybody_nothing_is_left_out(tmp_path: Path) -> None:
+    """Negative control of the snapshot; and an empty list, which lets nobody in."""
+    place = machine(tmp_path, {"afd-dsv4": ("0.1.0", OURS), "points": ("1", ASCEND)})
+    names = "ascend,ascend_kv_connector,ascend_model,ascend_model_loader,ascend_service_profiling,afd_dsv4"
+    found, status, _ = asked(place, VLLM_PLUGINS=names)
+    assert (status, found["findings"]) == (0, [])
+    found, status, _ = asked(place, VLLM_PLUGINS="")
+    assert status == 1
+    assert found["findings"][0]["numbers"]["missing"] == names.split(",")
+
+
+def test_beside_ascends_platform_ours_is_no_conflict(tmp_path: Path) -> None:
+    place = machine(tmp_path, {"afd-dsv4": ("0.1.0", OURS), "points": ("1", ASCEND)})
+    found, status, _ = asked(place)
+    assert (status, found["findings"]) == (0, [])
+    assert {plugin["name"] for plugin in found["plugins"]} >= {"afd_dsv4", "ascend"}
+
+
+def test_a_broken_vllm_breaks_nothing(tmp_path: Path) -> None:
+    """It raises when it is imported, its metadata cannot be decoded, and its patches are no Python."""
+    place = machine(tmp_path, {**WITH_ASCEND, "vllm": ("0.23.0", {})})
+    package(place, "vllm")
+    (package(place, "vllm_ascend") / "patch").mkdir()
+    (place / "vllm_ascend" / "patch" / "p.py").write_text("def (:\n")
+    (place / "vllm-0.23.0.dist-info" / "entry_points.txt").write_bytes(b"[vllm.general_plugins]\nx = \xff\xfe:y\n")
+    found, status, _ = asked(place, *CASES["published"].arguments)
+    assert status == 1
+    codes = [finding["code"] for finding in found["findings"]]
+    assert codes == ["prompt-never-fits", "drift"]
+    assert found["drift"]["contract"] == "vllm-ascend-0.23.0"
+    assert "plugins" in found["failed"]
+    text = run(place, []).stdout.decode()
+    assert "plugins  cannot be read: UnicodeDecodeError" in text
+
+
+def test_every_answer_has_the_same_keys(tmp_path: Path) -> None:
+    """Programs read them: a key may come, none may go while the version is 1."""
+    found, _, _ = asked(tmp_path)
+    assert found["version"] == 1
+    keys = "version status errors findings stack adapter drift plugins patches failed gate sizes server"
+    assert set(found) == set(keys.split())
+    full, _, _ = asked(tmp_path, *CASES["published"].arguments)
+    assert set(full) == set(found)
+    assert set(full["findings"][0]) == {"code", "severity", "title", "why", "remedies", "issues", "numbers"}
+    assert full["findings"][0]["numbers"]["native"]["free_blocks"] == 6_958
+    assert full["sizes"]["tail_bytes_per_request"] == 13_926_400
+    assert full["server"]["sources"]["num_blocks"] == "given"
+
+
+@pytest.mark.skipif(package_folder("vllm_ascend") is None, reason="vllm-ascend is not installed")
+def test_nothing_heavy_is_imported_where_it_is_installed(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text('{"additional_config": {"afd_dsv4": {"mode": "colocated"}}}')
+    inputs = ["--metrics", "stuck.metrics", "--log", "stuck.log", "--config", str(tmp_path / "c.json")]
+    command = [sys.executable, "-X", "importtime", "-m", "afd_dsv4", "doctor", *inputs]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=HERE, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 1, done.stderr[-1000:]
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines() if "|" in line}
+    assert "afd_dsv4" in imported  # the list is read right
+    assert imported.isdisjoint(HEAVY)
+    assert "known as vllm-ascend-" in done.stdout
+    assert "vllm_ascend: " in done.stdout  # its patches, read as text
+
+
+FLASH = preset("flash")
+
+
+def findings_of(**given: Any) -> list[Finding]:
+    """Of a native server with DeepSeek-V4-Flash and block size 128."""
+    prompt, hbm = given.pop("prompt", None), given.pop("hbm", None)
+    server = Server(block_size=128, **given)
+    case = queue.case_of(server, FLASH, page_layout("vllm-ascend-0.23.0", 128), prompt=prompt, hbm=hbm)
+    return list(queue.findings(case, server))
+
+
+@given(
+    prompt=st.integers(1, 1 << 20),
+    batch=st.integers(1, 1 << 17),
+    blocks=st.integers(2, 20_000),
+    asynchronous=st.booleans(),
+)
+def test_a_remedy_helps_and_one_step_less_does_not(prompt: int, batch: int, blocks: int, asynchronous: bool) -> None:
+    plan = kv_plan(FLASH, page_layout("vllm-ascend-0.23.0", 128), plugin=False)
+
+    def need(tokens: int, in_flight: int) -> int:
+        return sum(plan.whole_prompt(prompt, SchedulerLimits(tokens, 1 << 20, 16, in_flight)).values())
+
+    found = findings_of(prompt=prompt, max_num_batched_tokens=batch, num_blocks=blocks, async_scheduling=asynchronous)
+    here = 1 + asynchronous
+    if prompt >= 1 << 20:
+        assert [one.code for one in found] == ["prompt-longer-than-model"]
+        return
+    if need(batch, here) < blocks:
+        assert found == []
+        return
+    assert [one.code for one in found] == ["prompt-never-fits"]
+    offered = [remedy for remedy in found[0].remedies if remedy.startswith("--max-num-batched-tokens")]
+    fits = [tokens for tokens in (1, batch // 2, batch - 1) if tokens and need(tokens, here) < blocks]
+    assert bool(offered) or not fits
+    if offered:
+        largest = int(offered[0].split()[1].replace(",", ""))
+        assert need(largest, here) < blocks <= need(largest + 1, here)
+
+
+def queued(running: int, waiting: int, usage: float | None, deferred: int = 0) -> tuple[Engine, ...]:
+    return (Engine("0", running, waiting, deferred, usage),)
+
+
+@pytest.mark.parametrize(
+    ("engines", "codes"),
+    [
+        (queued(0, 1, 0.0), ["stuck-queue"]),
+        (queued(0, 0, 0.0), []),
+        (queued(4, 0, 0.99), []),
+        (queued(1, 1, 0.0), ["queue-moves"]),
+        (queued(0, 1, 0.2), ["queue-moves"]),
+        (queued(0, 1, 0.0, deferred=1), ["deferred"]),
+        (queued(0, 1, None), []),
+    ],
+)
+def test_only_a_queue_that_nobody_can_move_is_called_stuck(engines: tuple[Engine, ...], codes: list[str]) -> None:
+    found = findings_of(engines=engines, num_blocks=6959, max_num_batched_tokens=65536)
+    assert [one.code for one in found] == codes
+
+
+def test_a_stuck_queue_of_a_prompt_that_fits_is_not_explained_with_that_prompt() -> None:
+    found = findings_of(engines=queued(0, 1, 0.0), num_blocks=6959, max_num_batched_tokens=4096, prompt=4096)
+    assert [one.code for one in found] == ["stuck-although-it-fits"]
+    need = 8 + 1 - 1 + 64 + 512 + 128  # 1,024 compressed rows, none of C128's blocks is full, SWA twice, both states
+    assert found[0].numbers["native"]["blocks_needed"] == need + 1
+
+
+def test_where_every_prompt_would_start_the_numbers_are_doubted() -> None:
+    found = findings_of(engines=queued(0, 1, 0.0), num_blocks=6959, max_num_batched_tokens=4096)
+    assert "By these numbers every prompt starts" in " ".join(found[0].why)
+
+
+def test_prompts_that_are_long_enough_to_hit_are_not_blamed_on_the_multiple() -> None:
+    short, long = ({"queries": 9, "hits": 0, "mean_prompt": mean} for mean in (16_384.0, 16_385.0))
+    assert [one.code for one in findings_of(**short)] == ["prefix-hits-zero"]
+    assert [(one.code, one.severity) for one in findings_of(**long)] == [("no-prefix-hits", Severity.NOTE)]
+    assert findings_of(queries=9, hits=1, mean_prompt=100.0) == []
+    assert findings_of(queries=0, hits=0) == []
+    assert findings_of(queries=9, hits=0, prefix_caching=False) == []
+
+
+def test_of_several_sources_the_first_that_knows_a_number_is_believed_and_named() -> None:
+    one, two = Server(num_blocks=5), Server(num_blocks=6, block_size=128, prefix_caching=False)
+    both = first_known([("given", one), ("log", two)])
+    assert (both.num_blocks, both.block_size, both.prefix_caching) == (5, 128, False)
+    assert both.sources == {"num_blocks": "given", "block_size": "log", "prefix_caching": "log"}

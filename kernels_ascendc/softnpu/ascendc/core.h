@@ -67,8 +67,6 @@ class Core {
   void start(int64_t block, int64_t blocks) {
     block_index = block;
     block_count = blocks;
-    std::memset(ub, kPoison, sizeof(ub));
-    std::fill(cells_.begin(), cells_.end(), Cell{});
     order.reset();
     buffers.clear();
     ub_used = 0;
@@ -79,6 +77,15 @@ class Core {
     cleaned_.clear();
     first_write_ = memory.writes().size();
     ++counters.blocks;
+  }
+
+  // The next `bytes` bytes of UB, which hold nothing, as a buffer; whole blocks.
+  void add_buffer(int64_t bytes, BufferState state) {
+    buffers.push_back({ub_used, ub_used + bytes, state});
+    std::memset(ub + ub_used, kPoison, static_cast<size_t>(bytes));
+    std::fill_n(cells_.begin() + ub_used / kBlock, bytes / kBlock, Cell{});
+    ub_used += bytes;
+    counters.ub_bytes = std::max(counters.ub_bytes, ub_used);
   }
 
   // What must hold when the kernel returned.
@@ -161,8 +168,10 @@ class Core {
   void read(const char* name, int64_t offset, int64_t bytes) {
     visit(offset, bytes, [&](Cell& cell, uint32_t mask) {
       const uint32_t* known = known_now_;
-      if (cell.writer > known[cell.writer_pipe] && (cell.written_last & mask)) [[unlikely]] {
-        if (cell.writer != number_ || cell.writer_pipe != index_of(pipe_)) conflict(name, "reads", "wrote", cell, -1);
+      if (cell.writer > known[cell.writer_pipe]) [[unlikely]] {
+        const bool self = cell.writer_pipe == index_of(pipe_);
+        const bool touched = ((self ? cell.written_last : cell.written_pipe) & mask) != 0;
+        if (touched && !(self && cell.writer == number_)) conflict(name, "reads", "wrote", cell, -1);
       }
       if ((cell.written & mask) != mask) [[unlikely]]
         poison(name, cell, mask);
@@ -185,6 +194,7 @@ class Core {
           conflict(name, "writes", "read", cell, other);
         }
       }
+      cell.written_pipe = mask | (cell.writer_pipe == self ? cell.written_pipe : 0);
       cell.writer = number_;
       cell.writer_pipe = static_cast<uint8_t>(self);
       cell.written_last = mask | kept;
@@ -283,7 +293,8 @@ class Core {
     uint32_t writer = 0;  // number of the last writing instruction on its pipe
     uint32_t readers[kPipes] = {};
     uint32_t written = 0;       // bytes that hold a value
-    uint32_t written_last = 0;  // bytes of the last write
+    uint32_t written_last = 0;  // bytes of the last write, and of those before that nothing orders yet
+    uint32_t written_pipe = 0;  // bytes of all writes of that pipe since another one wrote here
     uint8_t writer_pipe = 0;
   };
   struct Flag {

@@ -252,9 +252,7 @@ class TPipe {
                 static_cast<long long>(core.ub_used), static_cast<long long>(bytes),
                 static_cast<long long>(emu::kUbBytes));
     }
-    core.buffers.push_back({core.ub_used, core.ub_used + bytes, state});
-    core.ub_used += bytes;
-    core.counters.ub_bytes = std::max(core.counters.ub_bytes, core.ub_used);
+    core.add_buffer(bytes, state);
   }
 };
 

@@ -52,6 +52,18 @@ void copy_in_without_flag(const Gm& gm) {
   Exp(kit.t, kit.t, 64);  // plant: copy_in_without_flag
 }
 
+// The older of two writes into one block, each of other bytes, is as unknown to MTE3 as the newer one.
+template <bool kWrong>
+void older_bytes_of_a_block(const Gm& gm) {
+  Kit kit(gm);
+  Duplicate(kit.t, 1.0f, 4);
+  PipeBarrier<PIPE_V>();
+  uint64_t upper[] = {0xF0};
+  Duplicate(kit.t, 2.0f, upper, 1, 1, 8);
+  if (!kWrong) kit.order<HardEvent::V_MTE3>();
+  DataCopyPad(kit.out, kit.t, DataCopyExtParams{1, 16, 0, 0, 0});  // plant: older_bytes_of_a_block
+}
+
 template <bool kWrong>
 void overwritten_while_copied_out(const Gm& gm) {
   Kit kit(gm);
@@ -266,6 +278,7 @@ constexpr Plant kPlants[] = {
     PLANT(vector_before_dequeue, pipe_order, 1),
     PLANT(copy_out_before_dequeue, pipe_order, 1),
     PLANT(copy_in_without_flag, pipe_order, 1),
+    PLANT(older_bytes_of_a_block, pipe_order, 1),
     PLANT(overwritten_while_copied_out, pipe_order, 1),
     PLANT(overwritten_while_read, pipe_order, 1),
     PLANT(scalar_read_without_flag, pipe_order, 1),

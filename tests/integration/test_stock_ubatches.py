@@ -10,6 +10,7 @@ called by its name, as the attention calls it, with the stand-ins of the adapter
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from afd_dsv4.compat.adapters.vllm_0_23_0_ascend_0_23_0 import launches as adapter
 from afd_dsv4.compat.adapters.vllm_0_23_0_ascend_0_23_0.launches import Launches, UnknownLaunch
 from afd_dsv4.compat.contract import Verdict
+from afd_dsv4.compat.patch import DriftError
 from afd_dsv4.compressor import stock
 from afd_dsv4.compressor.stock import StockExecution, StockRuntime, call_operator
 from afd_dsv4.execution.cam import CamForward
@@ -326,6 +328,147 @@ def test_a_state_that_is_nobodys_is_refused_in_a_thread_of_the_forward_and_nativ
             thread.join()
     assert isinstance(found["ours"], UnknownLaunch)
     assert "state_cache" in str(found["another engine's"])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_announcements_that_end_in_any_order_leave_what_is_not_over(engine: Engine, first: int) -> None:
+    chunks = engine.chunks(a=9)
+    forward = Forward(engine.runtime, [chunks])
+    outer = engine.launches.of(forward.executions, [0])
+    inner = engine.launches.of(forward.executions, [0]) if first else engine.launches.idling(engine.runtime)
+    outer.__enter__()
+    inner.__enter__()
+    ends = [inner, outer]
+    ends.pop(first).__exit__(None, None, None)
+    if not first:  # the outer one is what launches are of: all of the forward's
+        for layer in engine.layers:
+            engine.attention(layer, 0, chunks)
+    else:
+        engine.attention(0, 0, chunks)
+    ends.pop().__exit__(None, None, None)
+    with pytest.raises(UnknownLaunch, match="outside a forward that the runner announced"):
+        engine.attention(0, 0, chunks)
+    with pytest.raises(UnknownLaunch, match="outside a forward that the runner announced"):
+        engine.attention(LAYERS.num_layers - 1, 0, chunks)
+    with suppress(BrokenOff):
+        within(forward, lambda: None)
+
+
+def test_a_thread_that_announces_while_another_one_s_forward_runs_is_refused(engine: Engine) -> None:
+    found: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            with engine.launches.idling(engine.runtime):
+                pass
+        except UnknownLaunch as error:
+            found.append(error)
+
+    chunks = engine.chunks(a=9)
+    with Forward(engine.runtime, [chunks]) as forward:
+        with engine.launches.of(forward.executions, [0]):
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            for layer in engine.layers:  # and the announced one goes on
+                engine.attention(layer, 0, chunks)
+        assert "while that of another thread runs" in str(found[0])
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert len(found) == 1
+    engine.check()
+
+
+def test_a_thread_that_launched_for_a_forward_may_run_a_native_engine_once_that_is_over(engine: Engine) -> None:
+    chunks = engine.chunks(a=9)
+    theirs = torch.zeros(4, 8, 7, device="npu")  # which the true operator refuses, in its own words
+    launched, over = threading.Event(), threading.Event()
+    found: list[BaseException] = []
+
+    def other() -> None:
+        for layer in engine.layers:
+            engine.attention(layer, 0, chunks)
+        launched.set()
+        over.wait(60)
+        try:
+            engine.launch(chunks, engine.compressors[0], 0, theirs)
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=other)
+    with Forward(engine.runtime, [chunks]) as forward, engine.launches.of(forward.executions, [0]):
+        thread.start()
+        assert launched.wait(60)
+    over.set()
+    thread.join()
+    assert not isinstance(found[0], UnknownLaunch)
+    assert "state_cache" in str(found[0])
+
+
+class Asked:
+    """In place of the true operator: keeps what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def default(self, x: torch.Tensor, *_: Any, **named: Any) -> torch.Tensor:
+        self.calls.append(named)
+        return x
+
+
+def test_each_launch_has_its_own_norm_and_rope_and_never_seqused() -> None:
+    compressor, asked = LAYERS.compressors[0], Asked()
+    place = (compressor.layer, compressor.kind)
+    launches = Launches(asked, [place], torch.device("npu"))
+    engine = Engine()
+    engine.runtime._operator = launches.queue
+    x, cos, sin, cu_seqlens = engine.world.arguments(engine.requests, engine.chunks(a=9), compressor.kind)
+    weights = engine.world.on_device[place]
+    owner = adapter._Owner(weakref.ref(launches), *place)
+
+    def launch(eps: float, rope: int, seqused: torch.Tensor | None) -> None:
+        launches.launch(
+            owner,
+            x,
+            weights.wkv,
+            weights.wgate,
+            launches.states[place],
+            weights.ape,
+            weights.norm_weight,
+            sin,
+            cos,
+            launches.metadata.prefill.block_table,
+            cu_seqlens,
+            seqused,
+            cu_seqlens[:-1],
+            rope,
+            compressor.kind.ratio,
+            compressor.kind.coff,
+            eps,
+            2,
+            1,
+        )
+
+    with launches.idling(engine.runtime):
+        for eps, rope in ((1e-6, 64), (1e-5, 64), (1e-5, 32), (1e-6, 64)):
+            launch(eps, rope, None)
+        with pytest.raises(UnknownLaunch, match="launched with ratio, coff, rotary mode, cache mode and seqused"):
+            launch(1e-6, 64, cu_seqlens[1:])
+    found = [(call["norm_eps"], call["rope_head_dim"]) for call in asked.calls]
+    assert found == [(1e-6, 64), (1e-5, 64), (1e-5, 32), (1e-6, 64)]
+    assert all(call["seqused"] is None for call in asked.calls)
+    engine.runtime.close(drain_s=5)
+
+
+def test_a_bind_that_fails_leaves_nobody_s_stand_ins_behind() -> None:
+    before = dict(adapter._OWNERS)
+    places = [(compressor.layer, compressor.kind) for compressor in LAYERS.compressors]
+    launches = Launches(torch.ops._C_ascend.compressor, places, torch.device("npu"))
+    with pytest.raises(DriftError):
+        launches.bind(Verdict(False, ("planted",), "made-up", frozenset()))
+    assert before == adapter._OWNERS
+    assert not adapter._OPERATOR.applied
 
 
 def stages(engine: Engine, forward: CamForward[StockExecution], fail: Callable[[str, int, int], None]) -> None:

@@ -121,9 +121,10 @@ class _Forward:
 
     Attributes:
         running: it is not over.
+        thread: that announced it.
     """
 
-    __slots__ = ("decodes", "executions", "idle", "prefills", "running", "ubatch")
+    __slots__ = ("decodes", "executions", "idle", "prefills", "running", "thread", "ubatch")
 
     def __init__(
         self,
@@ -138,6 +139,7 @@ class _Forward:
         self.ubatch = ubatch
         self.idle = idle
         self.running = True
+        self.thread = threading.get_ident()
 
 
 #: Whose stand-in lies where, of all that are bound in this process. They keep its memory, so no address comes twice.
@@ -192,6 +194,7 @@ class Launches:
         self.metadata = StandInMetadata(_Rows(decode), _Rows(prefill))
         self._decode, self._prefill = decode, prefill
         self._forward: _Forward | None = None
+        self._announcements: list[_Forward] = []  # that are not over, innermost last
 
     def bind(self, verdict: Verdict) -> None:
         """Have the operator's name lead here, until `unbind`, or until nobody holds this object any more.
@@ -242,13 +245,30 @@ class Launches:
 
     @contextmanager
     def _announced(self, forward: _Forward) -> Iterator[None]:
-        outer, self._forward = self._forward, forward
+        """Whoever ends first, what is left leads to one that is not over.
+
+        Raises:
+            UnknownLaunch: another thread has announced one: nobody could tell whose a launch is.
+        """
+        with _LOCK:
+            if any(other.thread != forward.thread for other in self._announcements):
+                raise UnknownLaunch(
+                    "a forward is announced while that of another thread runs; their launches could not be told apart. "
+                    "Give uBatches one forward, and run forwards one after the other"
+                )
+            self._announcements.append(forward)
+            self._forward = forward
         mine, _THREAD.forward = getattr(_THREAD, "forward", None), forward
         try:
             yield
         finally:
-            self._forward, _THREAD.forward = outer, mine
             forward.running = False
+            with _LOCK:
+                self._announcements.remove(forward)
+                left = self._announcements[-1] if self._announcements else None
+                self._forward = left
+            if getattr(_THREAD, "forward", None) is forward:  # not if one that was announced later is still running
+                _THREAD.forward = mine if mine is None or mine.running else left
 
     def launch(
         self,

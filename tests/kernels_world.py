@@ -31,7 +31,7 @@ from afd_dsv4.tail.rows import TailShape
 
 KINDS = {"c4": reference.C4, "c4_indexer": reference.C4_INDEXER, "c128": reference.C128}
 #: Rows of a page as vllm-ascend ships them, and others that the tables allow.
-PAGE_ROWS = {"c4": (8, 4, 2, 16, 32), "c4_indexer": (8, 4, 2, 16, 32), "c128": (32, 64, 128)}
+PAGE_ROWS = {"c4": (8, 4, 2, 16, 32), "c4_indexer": (8, 4, 2, 16, 32), "c128": (32, 64, 128, 16, 8)}
 LENGTHS = (0, 1, 2, 3, 4, 5, 127, 128, 129, 300, 4096)
 
 POISON = 0x7FDEAD01  # a NaN that no computation makes

@@ -12,8 +12,9 @@ import gc
 import importlib.util
 import os
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from functools import cache
+from typing import TYPE_CHECKING
 
 # Without this, merely importing torch beside a torch_npu that cannot load (no CANN, no software NPU) fails.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -23,6 +24,9 @@ import numpy as np
 import pytest
 
 from afd_dsv4.softnpu.runtime import is_active
+
+if TYPE_CHECKING:
+    from afd_dsv4.compat.harness import SchedulerProcess
 
 #: Seed of the ``rng`` fixture; set the variable to replay or to vary a run.
 SEED = int(os.environ.get("AFD_DSV4_TEST_SEED", "0"))
@@ -165,6 +169,16 @@ def current_stream_stays(request: pytest.FixtureRequest) -> Generator[None, None
         current, default = torch.npu.current_stream(), torch.npu.default_stream()
         torch.npu.set_stream(default)
         assert current == default, f"{current} is left as the current stream"
+
+
+@pytest.fixture(scope="session")
+def scheduler() -> Iterator[SchedulerProcess]:
+    """The real vLLM scheduler with vllm-ascend's KV groups, which asks no device: one process for all that is about
+    admission, since it takes ten seconds to import."""
+    from afd_dsv4.compat.harness import SchedulerProcess
+
+    with SchedulerProcess() as process:
+        yield process
 
 
 @pytest.fixture

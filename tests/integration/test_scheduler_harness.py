@@ -17,12 +17,12 @@ PUBLISHED = {"c4_mla": 125, "c128_mla": 4, "swa": 998, "c4_state": 7973, "c128_s
 
 
 @pytest.mark.slow
-def test_the_whole_platform_and_the_stand_in_give_the_same_answers():
+def test_the_whole_platform_and_the_stand_in_give_the_same_answers(scheduler):
     # On the platform's route the worker also compares each spec of the model's own classes with the stand-in's.
     without_cann = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
-    with SchedulerProcess() as platform, SchedulerProcess(environment=without_cann) as stand_in:
-        assert (platform.route, stand_in.route) == (Route.NPU_PLATFORM, Route.STAND_IN)
-        on_platform, stood_in = admission_evidence(platform, batch=BATCH), admission_evidence(stand_in, batch=BATCH)
+    with SchedulerProcess(environment=without_cann) as stand_in:
+        assert (scheduler.route, stand_in.route) == (Route.NPU_PLATFORM, Route.STAND_IN)
+        on_platform, stood_in = admission_evidence(scheduler, batch=BATCH), admission_evidence(stand_in, batch=BATCH)
     assert {row.pop("route") for row in on_platform} == {"npu_platform"}
     assert {row.pop("route") for row in stood_in} == {"stand_in"}
     assert on_platform == stood_in

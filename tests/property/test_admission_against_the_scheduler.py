@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from afd_dsv4.admission import KvGroup, KvPlan, SchedulerLimits, first_step, kv_plan
-from afd_dsv4.compat.harness import Case, HarnessError, Route, SchedulerProcess, admission_evidence
+from afd_dsv4.compat.harness import Case, HarnessError, Route, admission_evidence
 from afd_dsv4.compat.stack import installed
 from afd_dsv4.geometry import DEFAULT_STACK, CompressorKind, ModelGeometry, page_layout, preset
 
@@ -20,12 +20,6 @@ pytestmark = [
     pytest.mark.vllm_runtime,
     pytest.mark.skipif(installed().name is None, reason=f"needs a supported stack, installed is {installed()}"),
 ]
-
-
-@pytest.fixture(scope="module")
-def scheduler():
-    with SchedulerProcess() as process:
-        yield process
 
 
 def limits_of(case, flights=None):

@@ -157,7 +157,7 @@ class AfdRuntime(StockRuntime):
         launch |= {"launch_tokens": self._limit, "blocks": self._cores or 1}
         norm, out = empty(width, dtype=torch.bfloat16), empty(rows_of, width, dtype=torch.bfloat16)
         self._ops.compress(rows, pages, ape, norm, angles, angles, *lists, out, workspace, norm_eps=1e-6, **launch)
-        self._ops.tail_update(rows, pages, ape, *lists, workspace, list_ids=shape.list_ids, **launch)
+        self._ops.tail_update(rows, pages, ape, *lists, workspace, list_ids=shape.tail_pages, **launch)
 
     def _launch(
         self,
@@ -173,7 +173,9 @@ class AfdRuntime(StockRuntime):
         rope_sin: torch.Tensor,
     ) -> torch.Tensor:
         ops, pool, ratio, coff = self._ops, self.pools[kind], kind.ratio, kind.coff
-        list_ids, cores, ape, tokens = self.shapes[ratio].list_ids, self._cores, weights.ape, x.shape[0]
+        tail_pages, cores, ape, tokens = self.shapes[ratio].tail_pages, self._cores, weights.ape, x.shape[0]
+        if rope_cos.shape[1] != weights.rope_head_dim:
+            raise RuntimeError(f"{rope_cos.shape[1]} angles a window, and weights that turn {weights.rope_head_dim}")
         workspace, tiles = split.tiles.get(kind) or self._plan_tiles(lease, split, kind)
         cos, sin = rope_cos.float(), rope_sin.float()
         out = x.new_empty((rope_cos.shape[0], weights.norm_weight.shape[0]))
@@ -215,7 +217,7 @@ class AfdRuntime(StockRuntime):
                 workspace,
                 ratio,
                 coff,
-                list_ids,
+                tail_pages,
                 carry,
                 first,
                 count,

@@ -75,6 +75,7 @@ CASES = {
     "left_out": Case([], 1, WITH_POINTS, {"VLLM_PLUGINS": "ascend, afd_dsv4"}),
     "version_mix": Case([], 1, {**WITH_ASCEND, "vllm": ("0.26.0", {})}),
     "no_adapter": Case([], 1, {**ALONE, "vllm": ("0.26.0", {}), "vllm_ascend": ("0.1+gcf0baa38d", ASCEND)}),
+    "refused_mode": Case(["--config", "lora.json"], 1, {**WITH_ASCEND, "vllm": ("0.23.0", {})}),
     "healthy": Case(["--metrics", "healthy.metrics"], 0),
     "busy": Case(["--metrics", "plugin_on.metrics"], 0),
     "nothing": Case([], 0),

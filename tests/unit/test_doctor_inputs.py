@@ -136,10 +136,7 @@ MESSAGES = {
     "Asynchronous scheduling is disabled.": ("async_scheduling", False),
     "Asynchronous scheduling is enabled.": ("async_scheduling", True),
     "Using max model len 1024": ("max_model_len", 1024),
-    "Auto-fit max_model_len: reduced from 9000 to 7000 to fit in available GPU memory (1.0 GiB available for KV cache)": (
-        "max_model_len",
-        7000,
-    ),
+    "Auto-fit max_model_len: reduced from 9000 to 7000 to fit in available GPU memory": ("max_model_len", 7000),
     "For deepseek_v4 model, block size should be 32, 64 or 128. Setting block size to 32 for better performance.": (
         "block_size",
         32,

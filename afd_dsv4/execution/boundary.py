@@ -8,11 +8,15 @@ Way: every tensor in a call is compared by the range of its whole storage with a
 slices and aliases of any kind are seen and equal content elsewhere is not; and every other object by its type: ours
 that stand for workspace (leases, slots, executions, page lists) must not be there either. Whatever cannot be looked
 into is refused, too: an audit that passes over an object says nothing. So containers and plain values of a subclass are
-looked at for attributes as well, arrays for what their memory belongs to, tensors for their gradient. The runtime's
-memory is found by looking through the runtime, so that a tensor that is added to it is not forgotten. A call costs what
-its payload has, and one search in as many ranges as the runtime has storages, which no layer adds to.
+looked at for attributes as well, those of their class among them, arrays for what their memory belongs to, tensors for
+their gradient; and nothing is asked of an object that its class could answer otherwise than its memory does. The
+runtime's memory is found by looking through the runtime, so that a tensor that is added to it is not forgotten; the
+host's arrays of who owns which page are in it, since every plan overwrites them in place. A call costs what its payload
+has, and one search in as many ranges as the runtime has storages, which no layer adds to.
 Not here: who calls it (adapters, at debug level; tests, always), and what a connector does below (operators, groups).
-It finds memory once; a runtime takes all of it in its constructor.
+It finds memory once; a runtime takes all of it in its constructor. So arrays that a plan makes anew are not found, the
+page lists' among them: nothing writes them once they are planned, and a list itself is refused by its type. Code is not
+looked into: what a property or a function would give is not in the object.
 
 Source of what crosses: vllm-project/afd-plugin, afd_plugin/connectors/{base,metadata}.py, npu/{async_cam,camp2p}.py.
 """
@@ -24,7 +28,7 @@ import dataclasses
 import enum
 import functools
 import types
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, Final, NamedTuple, Protocol, cast
 
@@ -103,13 +107,13 @@ class Region(NamedTuple):
         begin: address of its first byte.
         end: address behind its last.
         path: where in the runtime it was found: attribute, then keys, indices and attributes.
-        tensor: keeps the address from being given to somebody else.
+        memory: keeps the address from being given to somebody else.
     """
 
     begin: int
     end: int
     path: tuple[Any, ...]
-    tensor: torch.Tensor
+    memory: torch.Tensor | np.ndarray[Any, Any]
 
     def __str__(self) -> str:
         """The path as one would write it."""
@@ -139,11 +143,16 @@ class Boundary:
         self.calls = 0
         self.tensors = 0
         self.regions: dict[torch.device, list[Region]] = {}
-        for path, tensor in owned_tensors({"": runtime, **(more or {})}):
+        roots = {"": runtime, **(more or {})}
+        for path, tensor in owned_tensors(roots):
             memory = tensor.untyped_storage()
             if memory.nbytes():
                 region = Region(memory.data_ptr(), memory.data_ptr() + memory.nbytes(), path, tensor)
                 self.regions.setdefault(tensor.device, []).append(region)
+        for path, array in _owned(roots, np.ndarray):
+            begin, end = _bounds(array)
+            if end > begin:
+                self.regions.setdefault(torch.device("cpu"), []).append(Region(begin, end, path, array))
         for device, found in self.regions.items():
             self.regions[device] = _apart(found)
         self._begins = {device: [region.begin for region in found] for device, found in self.regions.items()}
@@ -280,7 +289,14 @@ class _Walk:
             raise self._violation(field, f"is a {cls.__qualname__} of {cls.__module__}: {_words(value)}", _KEEP)
         elif way is _Way.ARRAY:
             self._array(cast(Any, value), field)
-        for name, part in self._parts(cast(Any, value), way, field):
+        try:
+            parts = self._parts(cast(Any, value), way, field)
+        except BoundaryViolation:
+            raise
+        except Exception as error:  # of the object's own code
+            found = f"is a {_name(value)}, which raises {type(error).__name__} where it is looked into"
+            raise self._violation(field, found, _PLAINLY) from error
+        for name, part in parts:
             self.look(part, name, depth + 1)
 
     def _parts(self, value: Any, way: _Way, field: str) -> Iterable[tuple[str, object]]:
@@ -290,48 +306,61 @@ class _Walk:
             case _Way.OPAQUE:
                 return [(f"{field}.{PENDING}", getattr(value, PENDING, None))]
             case _Way.TENSOR:
-                if not value.is_leaf:
+                if not _true(value, "is_leaf"):
                     raise self._violation(
                         field, "has a graph of gradients, which the audit does not look into", _PLAINLY
                     )
-                parts = [(f"{field}.grad", value.grad)]
+                parts = [(f"{field}.grad", _true(value, "grad"))]
             case _Way.ARRAY:
                 parts = [(f"{field}.base", value.base)]
             case _Way.MAPPING:
+                made_up = getattr(type(value), "__missing__", None)
+                if made_up not in (None, *_HARMLESS):
+                    found = f"is a {_name(value)}, which makes up entries that it does not have (__missing__)"
+                    raise self._violation(field, found, "send a dict")
                 items = [*(dict.items(value) if isinstance(value, dict) else value.items())]
                 parts = [(f"{field}[{_key(key)}]", part) for key, part in items]
                 parts += [(f"{field}.keys()", key) for key, _ in items]
             case _Way.SEQUENCE:
                 parts = [(f"{field}[{index}]", part) for index, part in enumerate(_items(value))]
             case _Way.NAMED:
-                parts = [(f"{field}.{name}", part) for name, part in zip(value._fields, _items(value), strict=True)]
+                items, names = _items(value), type(value)._fields
+                if not isinstance(names, tuple) or len(names) != len(items):  # they say nothing of what is in it
+                    names = range(len(items))
+                parts = [(f"{field}.{name}", part) for name, part in zip(names, items, strict=True)]
             case _Way.SET:
                 parts = [(f"{field}.item", part) for part in _items(value)]
             case _Way.UNKNOWN:
                 raise self._violation(
                     field,
-                    f"is a {type(value).__qualname__} of {type(value).__module__}, which the audit cannot look into",
+                    f"is a {_name(value)}, which the audit cannot look into",
                     "name its type among the opaque ones if it holds no tensor",
                 )
-            case _Way.PLAIN | _Way.OURS | _Way.TYPE:
+            case _Way.TYPE:
+                return [(f"{field}.{name}", part) for name, part in _class_level(value)]
+            case _Way.PLAIN | _Way.OURS:
                 return ()
+        parts += [(f"{field}.{name}", part) for name, part in _class_level(type(value))]
         return [*parts, *((f"{field}.{name}", part) for name, part in _named(value))]
 
     def _tensor(self, tensor: torch.Tensor, field: str) -> None:
         self.tensors += 1
-        if tensor.device.type == "meta":
+        device: torch.device = _true(tensor, "device")
+        if device.type == "meta":
             return
         try:
-            memory = tensor.untyped_storage()
-            begin, size = memory.data_ptr(), memory.nbytes()
-            first = tensor.data_ptr()
+            with torch._C.DisableTorchFunctionSubclass():
+                memory = torch.Tensor.untyped_storage(tensor)
+                begin, size = memory.data_ptr(), memory.nbytes()
+                first = torch.Tensor.data_ptr(tensor)
         except (RuntimeError, NotImplementedError) as error:
             raise self._violation(
                 field, f"is a {type(tensor).__qualname__} whose memory cannot be told", _PLAINLY
             ) from (error)
         if begin == 0 and size:
             raise self._violation(field, f"is a {type(tensor).__qualname__} without an address", _PLAINLY)
-        self._range(begin, begin + size, first, tensor.device, field, f"{tensor.dtype} {[*tensor.shape]}")
+        what = f"{_true(tensor, 'dtype')} {[*_true(tensor, 'shape')]}"
+        self._range(begin, begin + size, first, device, field, what)
 
     def _array(self, array: np.ndarray[Any, Any], field: str) -> None:
         if array.dtype.hasobject:
@@ -358,15 +387,19 @@ def owned_tensors(roots: Mapping[str, object]) -> Iterator[tuple[tuple[Any, ...]
 
     Looks into containers and into objects whose class, or a base of it, is this package's; and into the roots.
     """
+    return _owned(roots, torch.Tensor)
+
+
+def _owned(roots: Mapping[str, object], wanted: type[Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
     seen: dict[int, object] = {}
     todo: deque[tuple[tuple[Any, ...], object, bool]] = deque()
     for name, root in roots.items():
         todo.append(((name,) if name else (), root, True))
     while todo:
         path, value, root = todo.popleft()
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, wanted):
             yield path, value
-        if isinstance(value, (*_PLAIN, torch.Tensor, type, Trace)) or id(value) in seen:
+        if isinstance(value, (*_PLAIN, torch.Tensor, np.ndarray, type, Trace)) or id(value) in seen:
             continue
         seen[id(value)] = value
         if isinstance(value, Mapping):
@@ -416,6 +449,48 @@ def _slots(cls: Any) -> tuple[tuple[str, Any], ...]:
     )
 
 
+def _true(tensor: torch.Tensor, name: str) -> Any:
+    """An attribute as torch has it, whatever the tensor's class says that it is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return getattr(torch.Tensor, name).__get__(tensor)
+
+
+#: What gives entries that are not there, and nothing that is not the mapping's: a factory is an attribute of it.
+_HARMLESS: Final[tuple[Any, ...]] = (defaultdict.__missing__, Counter.__missing__)
+_HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or as if it were
+#: Bases that have nothing of a payload in their classes.
+_BARE: Final = frozenset({*torch.Tensor.__mro__, *torch.nn.Parameter.__mro__, enum.Enum, enum.IntEnum, enum.Flag})
+
+
+def _class_level(cls: Any) -> list[tuple[str, object]]:
+    """Attributes of a class and its bases that are values: no code, and nothing that Python keeps there."""
+    held: list[tuple[str, object]] = []
+    for base in cls.__mro__:
+        if base.__flags__ & _HEAP_TYPE and base not in _BARE and base.__module__ not in _STANDARD:
+            held += [
+                (f"__class__.{name}", each)
+                for name, each in vars(base).items()
+                if not (name.startswith("__") and name.endswith("__"))
+                and name != "_abc_impl"
+                and not isinstance(each, (types.ModuleType, types.BuiltinFunctionType))
+                and (isinstance(each, type) or not hasattr(type(each), "__get__"))
+            ]
+    return held
+
+
+#: Modules of Python's own whose classes hold nothing of a payload.
+_STANDARD: Final = frozenset({"abc", "collections", "collections.abc", "dataclasses", "enum", "typing"})
+
+
+def _attributes(value: object) -> dict[str, object]:
+    """What an object has in its `__dict__`, whatever its class says that this is."""
+    for base in type(value).__mro__:
+        place = vars(base).get("__dict__")
+        if isinstance(place, types.GetSetDescriptorType):
+            return cast(dict[str, object], place.__get__(value))
+    return cast(dict[str, object], getattr(value, "__dict__", {}))
+
+
 def _named(value: object) -> list[tuple[str, object]]:
     """Attributes of an object, with and without slots."""
     held: list[tuple[str, object]] = []
@@ -425,7 +500,7 @@ def _named(value: object) -> list[tuple[str, object]]:
             held.append((name, place.__get__(value)))
         except AttributeError:  # not set
             continue
-    return held + list(getattr(value, "__dict__", {}).items())
+    return held + list(_attributes(value).items())
 
 
 def _apart(regions: list[Region]) -> list[Region]:
@@ -448,9 +523,16 @@ def _process_groups() -> tuple[type, ...]:
 
 def _key(part: object) -> str:
     part = part.key if isinstance(part, _Key) else part
-    return str(part.value) if isinstance(part, enum.Enum) else repr(part)
+    return str(part.value) if isinstance(part, enum.Enum) else _words(part)
+
+
+def _name(value: object) -> str:
+    return f"{type(value).__qualname__} of {type(value).__module__}"
 
 
 def _words(value: object) -> str:
-    words = repr(value)
+    try:
+        words = repr(value)
+    except Exception as error:
+        words = f"its repr raises {type(error).__name__}"
     return words if len(words) <= 200 else f"{words[:200]}..."

@@ -11,8 +11,8 @@ import enum
 import functools
 import gc
 import types
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,10 +22,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from afd_dsv4.compat.adapters.vllm_0_23_0_ascend_0_23_0.launches import Launches
+from afd_dsv4.compressor.executor import CompressorWeights
 from afd_dsv4.compressor.stock import StockRuntime
 from afd_dsv4.execution import boundary as audit
-from afd_dsv4.execution.boundary import Boundary, BoundaryViolation, owned_tensors
+from afd_dsv4.execution.boundary import Boundary, BoundaryViolation, Region, owned_tensors
 from afd_dsv4.geometry import CompressorKind
+from afd_dsv4.tail.store import TailStore
 from afd_dsv4.tail.tables import RequestChunk, RequestId
 from tests.afd import protocol
 from tests.boundary_plants import matrix, memory, payloads, planted_tensors
@@ -271,6 +273,140 @@ def test_what_cannot_be_looked_into_is_named_and_refused(runtime: StockRuntime) 
         assert name in violation.found
     boundary.check("Connector.send", {"p": [None, 1, 1.5, "x", b"x", True, torch.int8, torch.device("npu"), Color.RED]})
     boundary.check("Connector.send", {"p": [np.int64(3), np.zeros(3), torch.Size([1]), int, {1, 2}]})
+
+
+@dataclass
+class Shared:
+    """Its class may have anything."""
+
+    held = None
+    rows: int = 0
+
+
+class SharedBelow(Shared): ...
+
+
+class Twisted(torch.Tensor):
+    """A tensor that tells of another one's memory."""
+
+    elsewhere = torch.zeros(3)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.elsewhere.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.elsewhere.data_ptr()
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("meta")
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size([0])
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        return {}
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        return cls.elsewhere
+
+
+class MakesUp(dict[str, Any]):
+    def __missing__(self, key: str) -> Any:
+        return None
+
+
+class WrongFields(Pair):
+    _fields = ("one",)  # type: ignore[assignment]
+
+
+class NoFields(Pair):
+    _fields = None  # type: ignore[assignment]
+
+
+class Unreadable(Mapping[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        raise OSError("planted")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("a")
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_what_hangs_on_a_class_is_found_from_its_objects_and_from_the_class(
+    runtime: StockRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boundary, mine = Boundary(runtime), runtime.pools[CompressorKind.C128]
+    payloads_ = (SharedBelow(), SharedBelow, Shared, Listed(), Color.RED)
+    boundary.check("Connector.send", {"p": payloads_})
+    for cls in (Shared, Listed, Color):
+        monkeypatch.setattr(cls, "held", {"x": mine}, raising=False)
+    for payload in payloads_:
+        assert refusal(boundary, {"p": payload}).field == "p.__class__.held['x']"
+
+
+def test_a_tensor_that_tells_of_other_memory_is_found_by_its_own(runtime: StockRuntime) -> None:
+    boundary, mine = Boundary(runtime), runtime.pools[CompressorKind.C128]
+    for payload in (mine.as_subclass(Twisted), mine[1:2].as_subclass(Twisted)):
+        violation = refusal(boundary, {"p": [payload]})
+        assert violation.field == "p[0]"
+        assert "lies in pools[c128]" in violation.found
+    twisted = torch.zeros(2).as_subclass(Twisted)
+    boundary.check("Connector.send", {"p": twisted})
+    torch.Tensor.__dict__["__dict__"].__get__(twisted)["more"] = mine
+    assert refusal(boundary, {"p": twisted}).field == "p.more"
+
+
+def test_mappings_that_make_things_up_or_raise_and_wrong_names_of_fields_are_no_way_through(
+    runtime: StockRuntime,
+) -> None:
+    boundary, mine = Boundary(runtime), runtime.pools[CompressorKind.C128]
+    assert "makes up entries" in refusal(boundary, {"p": MakesUp()}).found
+    violation = refusal(boundary, {"p": [Unreadable()]})
+    assert violation.field == "p[0]"
+    assert "Unreadable of" in violation.found
+    assert "raises OSError" in violation.found
+    boundary.check("Connector.send", {"p": [defaultdict(list), Counter("ab")]})
+    for named in (WrongFields, NoFields):
+        boundary.check("Connector.send", {"p": named(1, 2)})
+        assert refusal(boundary, {"p": named(1, mine)}).field == "p.1"
+
+
+def test_the_host_s_own_books_of_pages_do_not_cross(runtime: StockRuntime) -> None:
+    boundary = Boundary(runtime)
+    for pool in runtime.store._pools.values():
+        for array in (pool.owned, pool.spare, pool.mapped):
+            for payload in (array, array[..., -1:], torch.from_numpy(array)):
+                violation = refusal(boundary, {"p": payload})
+                assert violation.field == "p"
+                assert "lies in store._pools[" in violation.found
+            boundary.check("Connector.send", {"p": array.copy()})
+
+
+@pytest.mark.parametrize("cls", [StockRuntime, TailStore, Boundary, CompressorWeights])
+def test_classes_of_ours_do_not_cross_either(runtime: StockRuntime, cls: type) -> None:
+    violation = refusal(Boundary(runtime), {"p": [int, cls]})
+    assert violation.field == "p[1]"
+    assert f"is a {cls.__qualname__} of afd_dsv4." in violation.found
+
+
+def test_regions_that_overlap_are_one_from_the_first_byte_to_the_last() -> None:
+    def region(begin: int, end: int) -> Region:
+        return Region(begin, end, (begin,), torch.zeros(1))
+
+    found = audit._apart([region(20, 30), region(0, 10), region(5, 25), region(6, 7), region(40, 50), region(50, 60)])
+    assert [(each.begin, each.end) for each in found] == [(0, 30), (40, 50), (50, 60)]
+    boundary = Boundary(None)
+    cpu = torch.device("cpu")
+    boundary.regions = {cpu: found}
+    boundary._begins = {cpu: [each.begin for each in found]}
+    for at in range(70):
+        assert (boundary.region_of(at, at + 1, cpu) is not None) == (at < 30 or 40 <= at < 60)
 
 
 class Color(enum.Enum):

@@ -4,7 +4,7 @@
 // One vector core while it runs one block: its UB with what is known of every byte, its pipes, flags and buffers. Every
 // emulated call goes through `begin`, then names the bytes it reads and writes; that is where a missing flag, a read of
 // bytes never written, a wrong extent or an overlap ends the launch. Bookkeeping is one cell per 32-byte block (last
-// writer, last reader of each pipe, a bit per byte that was written), so a check costs about as much as the copy.
+// writer, last reader of each pipe) and a bit per byte that was written, so a check costs about as much as the copy.
 //
 // Of the readers of a block the cell keeps no byte mask: two operations of which one reads and a later one writes
 // other bytes of one block count as conflicting.
@@ -62,12 +62,14 @@ struct Buffer {
 class Core {
  public:
   Core(const Options& options, GlobalMemory& memory, Counters& counters)
-      : options(options), memory(memory), counters(counters), cells_(kUbBlocks) {}
+      : options(options), memory(memory), counters(counters), cells_(kUbBlocks), written_(kUbBlocks) {
+    order.reset();
+  }
 
   void start(int64_t block, int64_t blocks) {
     block_index = block;
     block_count = blocks;
-    order.reset();
+    order.barrier_all();  // numbers go on, so that no cell has to be cleared: what blocks before did is complete
     buffers.clear();
     ub_used = 0;
     pipe_open = pipe_seen = false;
@@ -83,7 +85,7 @@ class Core {
   void add_buffer(int64_t bytes, BufferState state) {
     buffers.push_back({ub_used, ub_used + bytes, state});
     std::memset(ub + ub_used, kPoison, static_cast<size_t>(bytes));
-    std::fill_n(cells_.begin() + ub_used / kBlock, bytes / kBlock, Cell{});
+    std::fill_n(written_.begin() + ub_used / kBlock, bytes / kBlock, 0u);
     ub_used += bytes;
     counters.ub_bytes = std::max(counters.ub_bytes, ub_used);
   }
@@ -166,20 +168,21 @@ class Core {
 
   // Check the order and the contents of UB bytes [offset, offset + bytes) that the running instruction reads.
   void read(const char* name, int64_t offset, int64_t bytes) {
-    visit(offset, bytes, [&](Cell& cell, uint32_t mask) {
+    visit(offset, bytes, [&](Cell& cell, uint32_t& written, uint32_t mask) {
       const uint32_t* known = known_now_;
       if (cell.writer > known[cell.writer_pipe]) [[unlikely]] {
         const bool self = cell.writer_pipe == index_of(pipe_);
         const bool touched = ((self ? cell.written_last : cell.written_pipe) & mask) != 0;
         if (touched && !(self && cell.writer == number_)) conflict(name, "reads", "wrote", cell, -1);
       }
-      if ((cell.written & mask) != mask) [[unlikely]]
-        poison(name, cell, mask);
+      if ((written & mask) != mask) [[unlikely]] {
+        poison(name, cell, mask & ~written);
+      }
       cell.readers[index_of(pipe_)] = number_;
     });
   }
   void write(const char* name, int64_t offset, int64_t bytes) {
-    visit(offset, bytes, [&](Cell& cell, uint32_t mask) {
+    visit(offset, bytes, [&](Cell& cell, uint32_t& written, uint32_t mask) {
       const uint32_t* known = known_now_;
       const int self = index_of(pipe_);
       uint32_t kept = 0;  // bytes of the same pipe's earlier writes that nothing orders yet
@@ -198,14 +201,14 @@ class Core {
       cell.writer = number_;
       cell.writer_pipe = static_cast<uint8_t>(self);
       cell.written_last = mask | kept;
-      cell.written |= mask;
+      written |= mask;
     });
   }
   // Bytes that hold nothing from now on: padding of a copy, a buffer that was given out again.
   void forget(int64_t offset, int64_t bytes) {
     if (bytes <= 0) return;
     std::memset(ub + offset, kPoison, static_cast<size_t>(bytes));
-    visit(offset, bytes, [](Cell& cell, uint32_t mask) { cell.written &= ~mask; });
+    visit(offset, bytes, [](Cell&, uint32_t& written, uint32_t mask) { written &= ~mask; });
   }
   // Whether the running instruction has written into the block at `offset` already.
   bool written_now(int64_t offset) const {
@@ -292,7 +295,6 @@ class Core {
   struct Cell {
     uint32_t writer = 0;  // number of the last writing instruction on its pipe
     uint32_t readers[kPipes] = {};
-    uint32_t written = 0;       // bytes that hold a value
     uint32_t written_last = 0;  // bytes of the last write, and of those before that nothing orders yet
     uint32_t written_pipe = 0;  // bytes of all writes of that pipe since another one wrote here
     uint8_t writer_pipe = 0;
@@ -316,8 +318,9 @@ class Core {
     Cell* const last = cells_.data() + (offset + bytes - 1) / kBlock;
     uint32_t mask = ~0u << (offset % kBlock);
     const uint32_t last_mask = ~0u >> (kBlock - 1 - (offset + bytes - 1) % kBlock);
-    for (; cell != last; ++cell, mask = ~0u) visit(*cell, mask);
-    visit(*cell, mask & last_mask);
+    uint32_t* written = written_.data() + offset / kBlock;
+    for (; cell != last; ++cell, ++written, mask = ~0u) visit(*cell, *written, mask);
+    visit(*cell, *written, mask & last_mask);
   }
 
   [[noreturn, gnu::noinline]] void conflict(const char* name, const char* does, const char* did, const Cell& cell,
@@ -333,8 +336,8 @@ class Core {
          name, does, static_cast<long long>((&cell - cells_.data()) * kBlock), number, name_of(pipe),
          recent ? place.file_name() : "long before", place.line(), did, name_of(pipe_), order.known(pipe_)[other]);
   }
-  [[noreturn, gnu::noinline]] void poison(const char* name, const Cell& cell, uint32_t mask) const {
-    const int byte = __builtin_ctz(mask & ~cell.written);
+  [[noreturn, gnu::noinline]] void poison(const char* name, const Cell& cell, uint32_t missing) const {
+    const int byte = __builtin_ctz(missing);
     fail(Trap::poison_read, "%s reads UB byte %lld, which nothing has written", name,
          static_cast<long long>((&cell - cells_.data()) * kBlock + byte));
   }
@@ -343,6 +346,7 @@ class Core {
   static constexpr uint32_t kRecent = 1024;
   Where recent_[kPipes][kRecent];  // where the last instructions of each pipe were called, for messages
   std::vector<Cell> cells_;
+  std::vector<uint32_t> written_;  // per block of UB, the bytes that hold a value
   uint8_t occupied_[kEvents];
   Flag flags_[kEvents][kEventIds];
   std::vector<GmTouch> pending_;  // touches of this block that a later one may conflict with

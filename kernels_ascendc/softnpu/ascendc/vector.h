@@ -51,10 +51,17 @@ struct Side {
   }
   int64_t extent(int64_t repeats, const Lanes& lanes) const {
     int64_t end = 0;
-    for (int64_t lane = 0; lane < lanes.count; ++lane) {
-      if (lanes.run(lane, 1)) end = std::max(end, address(repeats - 1, lane) + element - operand.offset);
+    const int64_t per_block = kBlock / element;
+    for (int64_t first = 0; first < lanes.count; first += per_block) {
+      const uint64_t mask = lanes.run(first, per_block);
+      if (mask == 0) continue;
+      end = std::max(end, address(repeats - 1, first + 63 - __builtin_clzll(mask)) + element - operand.offset);
     }
     return end;
+  }
+  // No two blocks of it coincide.
+  bool spread(int64_t repeats, int64_t blocks) const {
+    return block_stride >= kBlock && (repeats == 1 || repeat_stride >= (blocks - 1) * block_stride + kBlock);
   }
 };
 
@@ -99,11 +106,19 @@ template <size_t kSources, typename Body>
 void walk_repeats(Core& core, Op op, const Side& dst, const Side (&src)[kSources], const Lanes& lanes, int64_t repeats,
                   bool accumulates, Body&& body) {
   if (repeats == 0) return;
-  core.check(dst.operand, 0, dst.extent(repeats, lanes), kBlock);
+  const int64_t dst_extent = dst.extent(repeats, lanes);
+  core.check(dst.operand, 0, dst_extent, kBlock);
   int64_t widest = dst.element;
-  for (const Side& side : src) {
-    core.check(side.operand, 0, side.extent(repeats, lanes), kBlock);
-    widest = std::max(widest, side.element);
+  bool may_meet[kSources];  // whether blocks of dst and of the source have to be compared
+  for (size_t i = 0; i < kSources; ++i) {
+    const int64_t extent = src[i].extent(repeats, lanes);
+    core.check(src[i].operand, 0, extent, kBlock);
+    widest = std::max(widest, src[i].element);
+    const int64_t from = src[i].operand.offset, to = dst.operand.offset;
+    const bool in_place = from == to && src[i].element == dst.element && src[i].block_stride == dst.block_stride &&
+                          src[i].repeat_stride == dst.repeat_stride &&
+                          dst.spread(repeats, lanes.count * dst.element / kBlock);
+    may_meet[i] = from < to + dst_extent && to < from + extent && !in_place;
   }
   const Side& last = src[kSources - 1];
   const bool accumulating = accumulates && dst.repeat_stride == 0 && last.repeat_stride == 0 &&
@@ -118,7 +133,7 @@ void walk_repeats(Core& core, Op op, const Side& dst, const Side (&src)[kSources
         const uint64_t mask = lanes.run(r * run, run);
         if (mask == 0) continue;
         const int64_t address = src[i].address(repeat, r * run);
-        if (core.written_now(address) && !own_result) {
+        if (may_meet[i] && !own_result && core.written_now(address)) {
           core.fail(Trap::operand_overlap, "repeat %lld writes what %s of a later repeat reads",
                     static_cast<long long>(repeat - 1), src[i].operand.name);
         }
@@ -136,8 +151,9 @@ void walk_repeats(Core& core, Op op, const Side& dst, const Side (&src)[kSources
       const uint64_t mask = lanes.run(r * run, run);
       if (mask == 0) continue;
       const int64_t address = dst.address(repeat, r * run), bytes = run * dst.element;
-      for (const Side& side : src) {
-        for (int64_t other = 0; other < runs; ++other) {
+      for (size_t i = 0; i < kSources; ++i) {
+        const Side& side = src[i];
+        for (int64_t other = 0; may_meet[i] && other < runs; ++other) {
           const int64_t from = side.address(repeat, other * run);
           const bool apart = from + run * side.element <= address || address + bytes <= from;
           if (!apart && (other != r || from != address || side.element != dst.element) &&

@@ -62,8 +62,8 @@ class Settings:
         slots: workspace slots, one per execution in flight.
         drafts: draft tokens of speculative decoding that one forward may have to take back; None for as many as
             vLLM's speculative configuration says.
-        fence_timeout_s: seconds after which work on the device that is still not over is given up: its slot and pages
-            are never used again. Longer than any forward may take.
+        fence_timeout_s: seconds after which work on the device that is still not over is quarantined: its slot and
+            pages are never used again. Longer than any forward may take.
         audit: in mode `afd`, whether everything that crosses to the FFN role is checked to share no memory with tails
             and workspace slots; None for where the log is at level DEBUG.
         executor: what compresses.

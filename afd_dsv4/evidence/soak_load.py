@@ -436,7 +436,7 @@ class Load:
                 parts.append(self._begin(share, generation, ubatch, place, style, parts))
             void = set()
         except Planted:
-            pass  # the forward is given up, with what it has begun
+            pass  # the forward is over, with what it has begun
         totals.expect(bool(void) == (fault is Fault.UPLOAD), "begin fails if its upload does")
         if not void:
             if fault is Fault.EXHAUSTED:

@@ -206,7 +206,7 @@ class WorkspaceArena(Generic[S]):
             if pending is None:
                 raise self._exhausted(execution, self._eager)
             if pending.last is not None and not pending.last.can_be_waited_for():
-                return self.acquire(execution)  # it waits for what was given up since it was looked at
+                return self.acquire(execution)  # it waits for what was quarantined since it was looked at
             self.counters.handed_on += 1
             return self._lease(pending, execution)
 
@@ -337,7 +337,7 @@ class WorkspaceArena(Generic[S]):
             return outcome
 
     def quarantine(self, lease: Lease[S], why: str) -> None:
-        """Give a lease up: nobody can prove that its work is over.
+        """Quarantine a lease: nobody can prove that its work is over.
 
         Its slot is never leased again, its requests' tails are void, their seats are never taken. Does nothing for a
         lease that is over, or quarantined already. Nothing of a capture has run: only its graph is lost.

@@ -43,7 +43,7 @@ class Life(Faults):
             rank.end_all()
             totals.hits[self.mode, point] += 1
             expected = self._at_the_end(point)
-        # The connector first, then the arena: what is not over by then is given up, never waited for.
+        # The connector first, then the arena: what is not over by then is quarantined, never waited for.
         errors = rank.close_connector()
         pending = getattr(rank.connector, "_pending_attention_payloads", None)
         totals.expect(not pending or bool(errors), f"close drops what is pending: {pending}")
@@ -58,7 +58,7 @@ class Life(Faults):
         old = [slot.last for slot in arena.slots if slot.last is not None]
         left = rank.runtime.close(0.05)
         counted = arena.counters.quarantined
-        totals.expect(len(left) == counted, f"{counted} leases were given up, and the runtime keeps {left}")
+        totals.expect(len(left) == counted, f"{counted} leases were quarantined, and the runtime keeps {left}")
         totals.expect(
             all(lease.state in (LeaseState.SETTLED, LeaseState.QUARANTINED) for lease in old),
             f"in the end leases are settled or quarantined: {old}",
@@ -164,7 +164,7 @@ class Life(Faults):
             rank.ffn[-1].join()
         assert rank.running is not None
         leases = [execution.lease for execution in rank.running.executions if execution.lease is not None]
-        totals.expect(arena.watch() == () and arena.counters.quarantined == 0, "nothing is given up before its time")
+        totals.expect(arena.watch() == () and arena.counters.quarantined == 0, "nothing is quarantined before its time")
         rank.clock.now += FENCE_TIMEOUT_S
         if point is Point.NEVER_ACQUIRE:
             with torch.npu.stream(rank.auxiliary):

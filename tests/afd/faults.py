@@ -140,8 +140,8 @@ class Faults:
                 states = {LeaseState.QUARANTINED}
                 new = self.lines.found[logged:]
                 named = f"generation {forward.generation} has sent layer"
-                totals.expect(len(new) == 1 and named in new[0], f"one line names what was given up: {new}")
-                totals.expect(more == len(leases), f"{len(leases)} leases are given up, and not {more}")
+                totals.expect(len(new) == 1 and named in new[0], f"one line names what was quarantined: {new}")
+                totals.expect(more == len(leases), f"{len(leases)} leases are quarantined, and not {more}")
                 totals.expect_raise(CamError, "failed", lambda: forward.sent(9, 0), "a failed forward")  # type: ignore[attr-defined]
             else:
                 states = {LeaseState.SEALED, LeaseState.SETTLED}

@@ -29,7 +29,7 @@ class Totals:
         hits: how often each point was hit, by mode.
         violations: of order, and outcomes that were not the expected ones.
         lost: slots, staging entries and pages that are neither free nor quarantined and counted.
-        fatal: forwards given up with an item under way.
+        fatal: forwards quarantined with an item under way.
         swallowed: exceptions of threads that nobody raised again.
     """
 
@@ -156,7 +156,7 @@ def report(totals: Totals, modes: Sequence[Mode], seconds: float) -> None:
     print(
         f"ranks {totals.ranks}, forwards {totals.forwards}, rows compared {totals.rows}, "
         f"calls audited {totals.audited}\nitems answered {totals.items}, without tokens {totals.zero_token_items}\n"
-        f"forwards given up with an item under way {totals.fatal}, leases quarantined {totals.quarantined}, "
+        f"forwards quarantined with an item under way {totals.fatal}, leases quarantined {totals.quarantined}, "
         f"exceptions swallowed by threads {totals.swallowed}\n"
         f"lost: {', '.join(f'{count} {what}' for what, count in totals.lost.items() if count) or 'nothing'}\n"
         f"time: {seconds:.0f} s"

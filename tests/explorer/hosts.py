@@ -202,7 +202,7 @@ def _step(
 
 
 def _ends(program: Program, world: World) -> list[str]:
-    """Everything must have come to a defined end: each lease over or given up, each slot free or counted as lost."""
+    """Everything must have come to a defined end: each lease over or quarantined, each slot free or counted as lost."""
     arena, wrong = world.arena, []
     world.now += 2 * TIMEOUT_S
     arena.watch()
@@ -213,12 +213,12 @@ def _ends(program: Program, world: World) -> list[str]:
         if not over and outcome is not Settlement.IN_DOUBT:
             wrong.append(f"{run.lease!r} ends {outcome.value}")
         if lost and any(request.void is None for request in run.requests):
-            wrong.append(f"{run.lease!r} is given up, and its requests are not void")
+            wrong.append(f"{run.lease!r} is quarantined, and its requests are not void")
         if (lost or not over) and not program.loses:
             wrong.append(f"{run.lease!r} is in doubt, although all streams move")
     lost_leases = sum(run.lease.state is LeaseState.QUARANTINED for run in world.runs)
     if arena.counters.quarantined < lost_leases:
-        wrong.append(f"{lost_leases} leases are given up, {arena.counters.quarantined} counted")
+        wrong.append(f"{lost_leases} leases are quarantined, {arena.counters.quarantined} counted")
     if arena.closed:
         return wrong
     eager = [slot for slot in arena.slots if slot.index not in world.graph_slots]

@@ -326,9 +326,9 @@ class Worker(RuleBasedStateMachine):
         self.arena.watch()
         for execution in self.ended:
             outcome = self.arena.settle(execution.lease)
-            given_up = self.arena.counters.quarantined > 0  # and whoever broke off behind that is in doubt
+            doubtful = self.arena.counters.quarantined > 0  # and whoever broke off behind that is in doubt
             over = outcome in (Settlement.RELEASED, Settlement.ALREADY_RELEASED)
-            assert over or (given_up and outcome is Settlement.IN_DOUBT), (outcome, execution.lease)
+            assert over or (doubtful and outcome is Settlement.IN_DOUBT), (outcome, execution.lease)
         self.tails_are_right()
         assert check(self.trace.records()).violations == ()
         self.slots_are_free_or_lost()
@@ -448,7 +448,7 @@ def test_a_lease_that_broke_off_behind_a_lost_one_stays_in_doubt_when_its_slot_h
     assert arena.settle(second) is Settlement.IN_DOUBT
 
 
-def test_a_slot_behind_one_that_is_given_up_in_the_same_acquire_is_not_leased() -> None:
+def test_a_slot_behind_one_that_is_quarantined_in_the_same_acquire_is_not_leased() -> None:
     """Found by a long run: the new lease was refused at its first touch."""
     device, (one, two), arena, now = two_slots()
     free, lost = arena.acquire(ExecutionId(Generation(1))), arena.acquire(ExecutionId(Generation(1), 1))

@@ -153,7 +153,7 @@ def _runtime(runner: Any) -> Any:
     )
 
 
-def _give_up(runner: Any) -> None:
+def _quarantine(runner: Any) -> None:
     """Leave the runner with a lease in doubt, as a forward does that has sent what it did not receive."""
     from afd_dsv4.tail.tables import RequestChunk, RequestId
 
@@ -211,7 +211,7 @@ def _ends(worker: Any, runner: Any) -> dict[str, dict[str, Any]]:
             softnpu.hang_stream(stream)
             torch.ones(8, device=runner.device).add_(1)
         if how.endswith("doubt"):
-            _give_up(runner)
+            _quarantine(runner)
         # What does not come back does not, however short that is; what does, does in time.
         connectors.CLOSE_S = 0.05 if queued or how == "hangs" else 120.0  # type: ignore[misc]
         adapter.TAILS_S = 0.05  # type: ignore[misc]  # nothing of theirs runs

@@ -156,7 +156,7 @@ def test_stages_take_turns_with_one_dispatch_under_way() -> None:
     ended(rank)
 
 
-def test_an_exception_with_an_item_under_way_gives_its_leases_up_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_with_an_item_under_way_quarantines_its_leases_by_name(caplog: pytest.LogCaptureFixture) -> None:
     rank = Rank(Mode.CAM)
     rank.planter.arm(Point.BEFORE_LAUNCH, 3)
     with pytest.raises(Planted, match="point 6"):

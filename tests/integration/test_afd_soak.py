@@ -55,7 +55,7 @@ def test_the_soak_fails_for_each_of_its_reasons() -> None:
 
 
 def test_an_outcome_that_is_not_the_expected_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runtime that does not give up what it was told to would be found."""
+    """A runtime that does not quarantine what it was told to would be found."""
     monkeypatch.setattr(Rank, "take_slots", lambda rank: 0)
     totals = load.soak(Mode.SYNC, "blind", 1, points=False)
     assert totals.lost["slots"] > 0

@@ -471,7 +471,7 @@ def test_a_connector_that_closes_with_work_outstanding_is_refused_with_the_list_
         return vars(runtime.arena.counters).copy(), [r for r in runtime.trace.records() if r[1] != "passed"]
 
     before = state()
-    for drain_s in (0.0, 0.01):  # nor is anything drained, let alone given up, while an execution is open
+    for drain_s in (0.0, 0.01):  # nor is anything drained, let alone quarantined, while an execution is open
         with pytest.raises(StillLeased, match=r"2 leases may still touch it: .*sealed.*acquired.* Drain it first"):
             runtime.close(drain_s)
     assert state() == before
@@ -572,7 +572,7 @@ def test_exhaustion_by_open_executions_is_not_fatal() -> None:
     engine.void("b", match="5 of 5 launches missing")
 
 
-def test_an_event_that_never_completes_is_given_up_and_who_waits_for_it_is_named() -> None:
+def test_an_event_that_never_completes_is_quarantined_and_who_waits_for_it_is_named() -> None:
     engine = Engine()
     engine.prompts()
     runtime = engine.runtime

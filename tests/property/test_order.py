@@ -276,7 +276,7 @@ LEASE = [acquire(1), touch(1, A, writes=X), ("record", 1, A), (SEAL, 1, True)]
         [("copy", 0, A), ("rewrite", 1)],
         [acquire(1), (SEAL, 1, True), ("settle", 1, "released")],  # touched nothing: nothing to prove
         [*LEASE, ("settle", 1, "in doubt"), ("settle", 1, "already released")],
-        # A later lease took the slot behind the fence before it was given up: the slot is behind that lease now.
+        # A later lease took the slot behind the fence before it was quarantined: the slot is behind that lease now.
         [*LEASE, acquire(2), ("wait", 1, B), touch(2, B, writes=X), ("quarantine", 1, "lost"), (SEAL, 2, True),
          acquire(3)],
         # Captured work does not run: it neither needs to be behind anything, nor is anything behind it.

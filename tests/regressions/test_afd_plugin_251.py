@@ -5,7 +5,7 @@
 Symptom: `close` destroys the process group under a kernel that waits for the other side. It may never come back, and
 what was queued behind the receive may run at any time, or never.
 Here: the arena's own close does not ask the connector. While work may run it refuses, with the list, and changes
-nothing; drained, it gives up what is not over in time, and says so; the memory of that is never freed. So what runs
+nothing; drained, it quarantines what is not over in time, and says so; the memory of that is never freed. So what runs
 late finds its memory as it left it.
 """
 
@@ -55,7 +55,7 @@ def test_a_close_with_a_receive_pending_refuses_and_changes_nothing() -> None:
     assert machine.arena.close() == ()
 
 
-def test_what_is_not_over_in_time_is_given_up_named_and_its_memory_kept() -> None:
+def test_what_is_not_over_in_time_is_quarantined_named_and_its_memory_kept() -> None:
     machine = Machine()
     lease = receiving(machine)
     machine.arena.drain(0.0)

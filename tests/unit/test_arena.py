@@ -507,7 +507,7 @@ def test_a_slot_is_as_old_as_the_fence_that_pends_longest_however_often_it_is_ha
     assert world.arena.watch() == (world.arena.slots[0].last,)  # it waits for the hung one
 
 
-def test_a_slot_that_is_always_pending_on_a_device_that_moves_is_never_given_up(make: MakeWorld) -> None:
+def test_a_slot_that_is_always_pending_on_a_device_that_moves_is_never_quarantined(make: MakeWorld) -> None:
     """Whenever the slot is handed on, the last lease pends; the one before it has passed."""
     world = make(slots=1)
     a = world.streams[0]
@@ -570,7 +570,7 @@ def test_nobody_is_made_to_wait_for_work_in_doubt(make: MakeWorld) -> None:
     assert caught.value.fatal
 
 
-def test_who_has_the_slot_behind_a_lease_that_is_given_up_is_given_up_at_its_own_age(make: MakeWorld) -> None:
+def test_who_has_the_slot_behind_a_lease_that_is_quarantined_is_quarantined_at_its_own_age(make: MakeWorld) -> None:
     world = make(slots=1)
     a, b, _ = world.streams
     a.hung = True
@@ -588,7 +588,7 @@ def test_who_has_the_slot_behind_a_lease_that_is_given_up_is_given_up_at_its_own
     assert world.arena.close() == (second,)
 
 
-def test_a_query_that_another_threads_capture_forbids_gives_nothing_up(make: MakeWorld) -> None:
+def test_a_query_that_another_threads_capture_forbids_quarantines_nothing(make: MakeWorld) -> None:
     """Between the begin of a capture and the arena's own word of it, and behind that, a look must not be fatal."""
     world = make()
     lease = world.sealed(1, world.streams[0])
@@ -992,7 +992,9 @@ def test_nothing_is_leased_while_a_graph_is_captured_and_no_event_is_queried(mak
         # The model device raises at any query in here: none is made.
         assert world.arena.settle(pending) is Settlement.NOT_QUIESCED
         assert world.arena.watch() == ()
-        assert pending.state is LeaseState.SEALED  # old enough to be given up, but nobody may ask whether it has passed
+        assert (
+            pending.state is LeaseState.SEALED
+        )  # old enough to be quarantined, but nobody may ask whether it has passed
         assert pending in world.arena.live()
         with pytest.raises(StillLeased):
             world.arena.close()

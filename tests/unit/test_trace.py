@@ -21,7 +21,7 @@ from afd_dsv4.cli import main
 from afd_dsv4.workspace.chrome import chrome
 from afd_dsv4.workspace.trace import FIELDS, Header, Trace, TraceError, load, save
 
-# One of every op, in microseconds: lease 1 on slot 0 from two streams, handed on to lease 2, which is given up.
+# One of every op, in microseconds: lease 1 on slot 0 from two streams, handed on to lease 2, which is quarantined.
 STORY = [
     (0, "acquire", 1, 0, "generation 1", "live"),
     (1000, "map", 1, (4, 5)),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import json
 import os
 import select
@@ -95,20 +94,24 @@ class Nursery:
         self._folder.cleanup()
 
 
+_made: dict[frozenset[tuple[str, str]], Nursery] = {}
 _making = threading.Lock()  # tests start engines from threads
 
 
-@functools.cache
-def _nursery(environment: frozenset[tuple[str, str]]) -> Nursery:
-    made = Nursery(dict(environment))
-    atexit.register(made.close)
-    return made
-
-
 def nursery(environment: Mapping[str, str]) -> Nursery:
-    """The one of this process for an environment; it lasts until this process ends."""
+    """The one of this process, which lasts until another environment is asked for: it takes most of a GiB."""
+    key = frozenset(environment.items())
     with _making:
-        return _nursery(frozenset(environment.items()))
+        if key not in _made:
+            _close()
+            _made[key] = Nursery(environment)
+        return _made[key]
+
+
+@atexit.register
+def _close() -> None:
+    while _made:
+        _made.popitem()[1].close()
 
 
 def _engine(folder: Path) -> None:

@@ -191,7 +191,7 @@ int64_t afd_dsv4_workspace_bytes_compress(const AfdDsv4CompressParams* params) {
   return kFaultsBytes + windows * params->head_dim * kFloatBytes;
 }
 int64_t afd_dsv4_workspace_bytes_tail_update(const AfdDsv4TailParams* params) {
-  return CanImplement(params, nullptr, 0) == AFD_DSV4_OK ? kFaultsBytes : -1;
+  return CanImplement(params, nullptr, 0) == AFD_DSV4_OK ? int64_t{kFaultsBytes} : -1;
 }
 
 int64_t afd_dsv4_faults(const void* workspace, uint32_t blocks, char* text, size_t size) {

@@ -136,6 +136,36 @@ def the_stock_runtime_compresses_the_rows_of_the_definition() -> None:
     rt.set_race_detection(False)
 
 
+def our_kernels_keep_their_place_in_the_queue() -> None:
+    from afd_dsv4.compressor.afd import AfdRuntime
+    from afd_dsv4.tail.tables import RequestChunk, RequestId
+    from tests.stock_world import World
+
+    world = World(5, length=260, cls=AfdRuntime)
+    requests, chunks = {"a": world.request()}, [RequestChunk(RequestId("a"), 0, 260)]
+    execution = world.runtime.begin(chunks)
+    torch.npu.synchronize()
+    compressor, stream = world.geometry.compressors[0], torch.npu.current_stream()
+    arguments = world.arguments(requests, chunks, compressor.kind)
+    tokens = arguments[0].clone()
+    torch.npu.synchronize()
+    arguments[0].zero_()
+    torch.npu.synchronize()
+    weights = world.on_device[compressor.layer, compressor.kind]
+    rt.hang_host_queue()
+    arguments[0].copy_(tokens)  # whoever overtakes it compresses zeros
+    out = execution.compress(compressor.layer, compressor.kind, arguments[0], weights, *arguments[1:])
+    kept = out.clone()
+    out.zero_()  # whoever is late writes again
+    rt.release_host_queue()
+    stream.synchronize()
+    assert not out.cpu().any()
+    world.pending.append((compressor, chunks, kept))
+    world.check_all(requests)
+    assert (world.compared, world.different) == (65, 0)
+    execution.finish()
+
+
 def an_operator_that_is_reached_in_another_way_raises_before_its_result_is_seen() -> None:
     """Last, because torch_npu's queue does not recover from an error."""
     import torch_npu
@@ -155,6 +185,7 @@ PROGRAMS: list[Callable[[], None]] = [
     an_operator_without_a_body_raises_at_once,
     a_failing_task_is_reported_by_the_next_synchronisation,
     the_stock_runtime_compresses_the_rows_of_the_definition,
+    our_kernels_keep_their_place_in_the_queue,
     an_operator_that_is_reached_in_another_way_raises_before_its_result_is_seen,
 ]
 

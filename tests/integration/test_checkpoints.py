@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from afd_dsv4.compressor import tails
+from afd_dsv4.compressor import tails
 from afd_dsv4.compressor.tails import CheckpointLost, restore, save
 from afd_dsv4.evidence.soak_load import Gate
 from afd_dsv4.execution.step import ImpossibleStep, Steps
@@ -365,15 +366,19 @@ def test_rows_that_never_come_from_the_device_void_the_tail_and_are_reported() -
     requests = {"r": here.request()}
     gate = Gate(torch.npu.ExternalEvent(), here.streams[0], here.copies)
     here.queue(requests, [chunk(0, 77)])
+    kept = len(tails._NEVER_FREED)
     try:
         with pytest.raises(CheckpointLost, match=r"has not come within 0\.05 s"):
             save(here.runtime, R)
+        (host,) = tails._NEVER_FREED[kept:]  # the copy may still write to it
+        assert host.is_pinned()
         with pytest.raises(TailVoid, match="its checkpoint has not come"):
             save(here.runtime, R)
         assert LeaseState.QUARANTINED in {lease.state for lease in here.runtime.arena.live()}
     finally:
         gate.open()
         torch.npu.synchronize()
+        del tails._NEVER_FREED[kept:]
 
 
 def test_a_step_takes_a_start_above_0_of_a_restored_request_only() -> None:

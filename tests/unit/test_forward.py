@@ -313,6 +313,38 @@ def test_what_the_threads_of_several_ubatches_ended_with_is_all_named() -> None:
         within(forward, body)
 
 
+def test_what_a_thread_ended_with_first_is_the_cause() -> None:
+    runtime = ModelRuntime(1)
+    forward = Forward(runtime, PARTS)
+    errors = [Failure("first"), Failure("second")]
+
+    def body() -> None:
+        run(runtime, forward)
+        for error in errors:
+            forward.finish(1, error)
+
+    with pytest.raises(BrokenOff, match="Failure: first") as raised:
+        within(forward, body)
+    assert raised.value.__cause__ is errors[0]
+
+
+def test_a_finish_that_fails_in_a_thread_which_swallows_that_breaks_the_forward() -> None:
+    runtime = ModelRuntime(1)
+    forward = Forward(runtime, PARTS)
+    lease = forward[1].lease
+    assert lease is not None
+
+    def body() -> None:
+        run(runtime, forward)
+        lease.seal()  # by somebody who must not
+        with pytest.raises(OrderError, match="sealed after it was sealed"), forward.running(1):
+            pass
+
+    with pytest.raises(BrokenOff, match="uBatch 1 of generation 1 broke off with OrderError") as raised:
+        within(forward, body)
+    assert isinstance(raised.value.__cause__, OrderError)
+
+
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_is_never_replaced(stop: type[BaseException]) -> None:
     runtime = ModelRuntime(1)

@@ -80,7 +80,7 @@ class WatchedMixin(_Native):  # type: ignore[misc]  # untyped
         """
         self._refuse("send_attn_output")
         if self.audit is not None:
-            self._look("send_attn_output", hidden_states=hidden_states, context=context, **kwargs)
+            self._look(self.audit, "send_attn_output", hidden_states=hidden_states, context=context, **kwargs)
         metadata = context.metadata
         layer, ubatch = int(metadata.layer_idx), int(metadata.stage_idx)
         if self.forward is not None:
@@ -88,7 +88,7 @@ class WatchedMixin(_Native):  # type: ignore[misc]  # untyped
         self.unanswered[ubatch] = layer  # from here on, whatever becomes of the call
         super().send_attn_output(hidden_states, context, **kwargs)
         if self.audit is not None:
-            self._look("send_attn_output", context=context)
+            self._look(self.audit, "send_attn_output", context=context)
             self.audit.check_pending(f"{type(self).__name__}.send_attn_output", self)
 
     def recv_ffn_output(self, ref_tensor: Any, ubatch_idx: int = 0, **kwargs: Any) -> Any:
@@ -100,13 +100,13 @@ class WatchedMixin(_Native):  # type: ignore[misc]  # untyped
         """
         self._refuse("recv_ffn_output")
         if self.audit is not None:
-            self._look("recv_ffn_output", ref_tensor=ref_tensor, **kwargs)
+            self._look(self.audit, "recv_ffn_output", ref_tensor=ref_tensor, **kwargs)
         output = super().recv_ffn_output(ref_tensor, ubatch_idx, **kwargs)
         self.unanswered.pop(int(ubatch_idx), None)
         if self.forward is not None:
             self.forward.received(int(ubatch_idx))
         if self.audit is not None:
-            self._look("recv_ffn_output", output=output)
+            self._look(self.audit, "recv_ffn_output", output=output)
         return output
 
     def init_afd_connector(self) -> None:
@@ -147,10 +147,9 @@ class WatchedMixin(_Native):  # type: ignore[misc]  # untyped
         """Whether the native close, or the device behind it, was waited for in vain: its work may never be over."""
         return self._closing is not None and self._closing.is_alive()
 
-    def _look(self, call: str, **given: Any) -> None:
-        """Ask for `audit` before a call: naming what is given costs the host as much as all else here."""
-        if self.audit is not None:
-            self.audit.check(f"{type(self).__name__}.{call}", given)
+    def _look(self, audit: Boundary, call: str, /, **given: Any) -> None:
+        """Only where there is an audit: naming what is given costs the host as much as all else here."""
+        audit.check(f"{type(self).__name__}.{call}", given)
 
     def _refuse(self, call: str) -> None:
         if self.refused is not None:

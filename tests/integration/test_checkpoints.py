@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from afd_dsv4.compressor import tails
-from afd_dsv4.compressor import tails
 from afd_dsv4.compressor.tails import CheckpointLost, restore, save
 from afd_dsv4.evidence.soak_load import Gate
 from afd_dsv4.execution.step import ImpossibleStep, Steps

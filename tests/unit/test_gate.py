@@ -443,7 +443,7 @@ def test_it_is_never_on_with_an_objection_and_never_refused_without_one(names, c
         assert not decision.refused
 
 
-@pytest.mark.parametrize("role", ["atention", "", "Attention", "FFN", "None"])
+@pytest.mark.parametrize("role", ["attn", "", "Attention", "FFN", "None"])
 def test_a_role_that_afd_plugin_does_not_know_is_refused_by_name_and_not_taken_for_the_other(role: str) -> None:
     facts = replace(PLAIN, covers=COVERED, ubatches=2, afd=replace(ATTENTION, role=role))
     decision = decide(Settings(Mode.AFD), facts)

@@ -33,8 +33,8 @@ from afd_dsv4.workspace.sizing import staging_areas
 EXIT_MISSED: Final = 1
 MIB: Final = 1 << 20
 
-#: What a launch is counted with: a sixteenth of a 32,768-token prefill on a sixteenth of the 48 cores, so that rows
-#: read twice at the bounds of a core are as many per token.
+#: What a launch is counted with: a sixteenth of a 32,768-token prefill on a sixteenth of the 48 cores, so that what
+#: each core loads for itself is as much per token.
 PREFILL_TOKENS: Final = 2048
 PREFILL_CORES: Final = 3
 #: C128 loads its APE once per core and slice of columns, whatever the tokens: only the whole launch tells.
@@ -150,7 +150,11 @@ def run(as_json: bool) -> tuple[str, int]:
     Raises:
         InputError: the kernels are not built, or are no emulation, which alone can count.
     """
-    report = measure(Kernels(find()))
+    return answer(measure(Kernels(find())), as_json)
+
+
+def answer(report: Report, as_json: bool) -> tuple[str, int]:
+    """A report as text, and the exit status: 1 if a limit is missed."""
     return (_json(report) if as_json else _text(report)), EXIT_MISSED if report.missed() else 0
 
 

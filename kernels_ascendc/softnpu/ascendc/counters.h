@@ -44,9 +44,6 @@ enum class Op : uint8_t {
   Copy,
   DataCopy,
   CreateVecIndex,
-  Compare,
-  CompareScalar,
-  Select,
   count
 };
 
@@ -78,10 +75,7 @@ inline constexpr std::array<const char*, static_cast<size_t>(Op::count)> kOpName
                                                                                      "ReduceMax",
                                                                                      "Copy",
                                                                                      "DataCopy",
-                                                                                     "CreateVecIndex",
-                                                                                     "Compare",
-                                                                                     "CompareScalar",
-                                                                                     "Select"};
+                                                                                     "CreateVecIndex"};
 
 // Sums over the blocks of a launch, and over launches; ub_bytes is the largest sum of InitBuffer of any block.
 // A repeat is 256 bytes of the wider operand; elements are those computed, masked ones left out.

@@ -56,7 +56,7 @@ class GlobalMemory {
 
   const GmRange* find(uint64_t begin, uint64_t end) const {
     for (const GmRange& range : ranges_) {
-      if (begin >= range.begin && end <= range.end) return &range;
+      if (begin >= range.begin && begin <= end && end <= range.end) return &range;  // an end may have wrapped
     }
     return nullptr;
   }

@@ -81,7 +81,10 @@ class GlobalTensor {
     GlobalTensor result = *this;
     const uint64_t bytes = offset * sizeof(T);  // wraps as on the device; the access is found out of bounds
     result.address_ = reinterpret_cast<T*>(reinterpret_cast<uint64_t>(address_) + bytes);
-    if (declared_ >= 0) result.declared_ = std::max<int64_t>(0, declared_ - static_cast<int64_t>(bytes));
+    if (declared_ >= 0) {
+      const auto declared = static_cast<uint64_t>(declared_);
+      result.declared_ = bytes < declared ? static_cast<int64_t>(declared - bytes) : 0;
+    }
     return result;
   }
   // Through the data cache: stale once MTE3 has written the line in the same launch (trap 16).

@@ -277,6 +277,23 @@ void gm_before_the_start(const Gm& gm) {
 }
 
 template <bool kWrong>
+void gm_end_wraps(const Gm& gm) {
+  Kit kit(gm);
+  GlobalTensor<float> unsized;
+  unsized.SetGlobalBuffer(gm.in);
+  const uint64_t to_the_end = (uint64_t{0} - reinterpret_cast<uint64_t>(gm.in)) / sizeof(float);
+  DataCopy(kit.t, unsized[kWrong ? to_the_end - 8 : 0], 16);  // plant: gm_end_wraps
+}
+
+template <bool kWrong>
+void before_the_gm_tensor(const Gm& gm) {
+  Kit kit(gm);
+  GlobalTensor<float> sized;
+  sized.SetGlobalBuffer(gm.in + 64, 64);
+  DataCopy(kit.t, sized[static_cast<uint64_t>(kWrong ? -16 : 0)], 16);  // plant: before_the_gm_tensor
+}
+
+template <bool kWrong>
 void past_the_gm_tensor(const Gm& gm) {
   Kit kit(gm);
   GlobalTensor<float> sized;
@@ -311,6 +328,7 @@ constexpr Plant kPlants[] = {
     PLANT(gather_outside, extent, 1),
     PLANT(tensor_without_memory, extent, 1),
     PLANT(past_the_gm_tensor, extent, 1),
+    PLANT(before_the_gm_tensor, extent, 1),
     PLANT(truncated_copy, truncated_copy, 1),
     PLANT(truncated_copy_out, truncated_copy, 1),
     PLANT(long_block, pad_copy, 1),
@@ -332,6 +350,7 @@ constexpr Plant kPlants[] = {
     PLANT(atomics, atomics, 1),
     PLANT(gm_out_of_bounds, gm_bounds, 1),
     PLANT(gm_before_the_start, gm_bounds, 1),
+    PLANT(gm_end_wraps, gm_bounds, 1),
     PLANT(write_to_an_input, gm_access, 1),
     PLANT(read_of_an_output, gm_access, 1),
 };

@@ -9,9 +9,9 @@ queue has two buffers). Memory: all bytes moved, at the bandwidth of HBM. Vector
 of the documentation, and a fixed cost for each barrier, behind which an instruction waits for the one before; spread
 evenly over the cores. The share of the roofline is memory time over the longer of the two. That cost is the one number
 without a source, so the share is also given for the case that every instruction waits.
-What it leaves out: hits in the second-level cache (the staging rows of a tile of 2,048 tokens fit in it), bank
-conflicts, scalar code that the vector pipe waits for, the first and last tile of a core, which overlap with nothing,
-and what starting a kernel costs (`LAUNCH_US`).
+What it leaves out: hits in the second-level cache (the staging rows of a tile of 2,048 tokens fit in it), copies in
+pieces too short for full bandwidth (C128 takes 256 bytes a row), bank conflicts, scalar code that the vector pipe waits
+for, the first and last tile of a core, which overlap with nothing, and what starting a kernel costs (`LAUNCH_US`).
 
 Source of the constants: the CANN documentation in cann/asc-devkit for Atlas A2 and A3 (NPU architecture 2201).
 """

@@ -232,8 +232,7 @@ class KernelCompressC4 {
     for (uint32_t w = 0; w < tile.windows; ++w) {
       if (!tile.window[w].fault) CopyHistory(work[w * kWindow], tile.window[w]);
     }
-    Order<AscendC::HardEvent::MTE2_V>(pipe_);
-    VectorBarrier();
+    Order<AscendC::HardEvent::MTE2_V>(pipe_);  // and so are the casts, which the copies waited for
   }
   __aicore__ inline void CastRow(const AscendC::LocalTensor<Row>& in, const Floats& work, uint32_t at) {
     AscendC::Cast(work[at], in[at], AscendC::RoundMode::CAST_NONE, head_dim);

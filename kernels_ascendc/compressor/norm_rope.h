@@ -54,7 +54,8 @@ class NormRope {
     angleQ_.EnQue(angles);
   }
 
-  // `rows` [count, columns], adjoining, are overwritten. Everything queued on the vector pipe before is done with them.
+  // `rows` [count, columns], adjoining, are overwritten. Everything queued on the vector pipe before is done with them;
+  // they are read until the caller's next barrier, or the flag of their queue.
   __aicore__ inline void Compute(const Floats& rows, uint32_t count) {
     Normalize(rows, count);
     Turn(rows, count);
@@ -67,7 +68,6 @@ class NormRope {
       AscendC::DataCopy(out, rows, count * kColumns);
       outQ_.EnQue(out);
     }
-    VectorBarrier();  // the caller writes rows next
   }
 
   __aicore__ inline void CopyOut(uint32_t row, uint32_t count) {

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from afd_dsv4.softnpu.checkpoint import Geometry, write
+from afd_dsv4.softnpu.engine import EngineError
 from tests.forked_engines import nursery
 
 pytestmark = [pytest.mark.npu, pytest.mark.vllm_runtime, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -140,3 +141,15 @@ def test_graphs_give_the_tokens_of_eager_steps(plain: Engine, others: dict[str, 
     assert others["graphs"]["captured"] > 0 == plain["captured"]
     assert tokens(others["graphs"], 0) == tokens(plain, 0)
     assert tokens(others["graphs"], 1) == tokens(plain, 2)
+
+
+def test_an_engine_begins_with_one_thread_no_device_and_nothing_of_another() -> None:
+    """What `forked_engines` promises; and how an engine ended is told."""
+    engines = nursery({"SOFTNPU_WAIVE": ",".join(MTP.waivers)})
+    with pytest.raises(EngineError, match=r"^exit 3: "):
+        engines.run({}, prelude="import vllm; vllm.planted = True; raise SystemExit(3)")
+    seen = "hasattr(vllm, 'planted'), len(os.listdir('/proc/self/task')), torch.npu.is_initialized()"
+    with pytest.raises(EngineError, match=r"^exit 1: \(False, 1, False\)"):
+        engines.run({}, prelude=f"import os, torch, vllm; raise SystemExit(({seen}))")
+    with pytest.raises(EngineError, match="unknown"):
+        engines.run({"workload": []})

@@ -43,10 +43,10 @@ def cut_into_tiles(chunks: Sequence[RequestChunk], limit: int, ratio: int, *, ov
         overlap: whether a window reads the one before.
 
     Raises:
-        ValueError: a tile might not hold a window, or not the rows that the next one carries.
+        ValueError: there is to be a cut, and a tile might not hold a window, or not the rows that the next one carries.
     """
     carry = ratio if overlap else 0
-    if limit < ratio + carry:
+    if limit < ratio + carry and sum(chunk.tokens for chunk in chunks) > limit:
         raise ValueError(f"tiles of at most {limit} tokens for windows that read {ratio + carry}; make them larger")
     cuts, first, end = [0], 0, 0  # of the tile, and of the requests before
     for chunk in chunks:
@@ -58,7 +58,5 @@ def cut_into_tiles(chunks: Sequence[RequestChunk], limit: int, ratio: int, *, ov
             cuts.append(first)
     cuts.append(end)
     return tuple(
-        Tile(first, end - first, carry if first else 0)
-        for first, end in itertools.pairwise(cuts)
-        if end > first
+        Tile(first, end - first, carry if first else 0) for first, end in itertools.pairwise(cuts) if end > first
     )

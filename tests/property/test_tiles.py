@@ -70,6 +70,7 @@ def test_a_cut_in_the_midst_of_a_window_and_a_tile_without_the_rows_before_it_ar
 
 
 @pytest.mark.parametrize(("limit", "ratio", "overlap"), [(127, 128, False), (7, 4, True)])
-def test_tiles_that_may_not_hold_a_window_are_refused(limit, ratio, overlap):
+def test_tiles_that_may_not_hold_a_window_are_refused_unless_one_holds_all(limit, ratio, overlap):
     with pytest.raises(ValueError, match=f"tiles of at most {limit} tokens"):
         cut_into_tiles(chunks([(0, 300)]), limit, ratio, overlap=overlap)
+    assert cut_into_tiles(chunks([(5, limit)]), limit, ratio, overlap=overlap) == (Tile(0, limit, 0),)

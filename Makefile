@@ -5,19 +5,21 @@
 # that any of them works from a fresh clone. PYTHON, TORCH_INDEX and CXX: see tests/environment/setup.sh.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench explore soak afd-soak engine lint format clean clean-all
+.PHONY: help setup demo test kernels bench explore soak afd-soak engine lint format clean clean-all
 
 BIN := .venv/bin
 # Test files at a time. Each takes about 2 GiB of memory while it runs engines.
 JOBS ?= 2
 # Tests and benchmarks run on the software NPU; a real one is what `make demo` takes where there is one.
 ON_SOFTNPU = $(BIN)/python -m afd_dsv4.softnpu --
+KERNEL_TESTS = $(wildcard tests/ascendc tests/*/test_kernel*.py tests/*/test_tiles.py tests/*/test_afd_operators.py \
+	tests/*/test_afd_runtime.py)
 NATIVE_SOURCES = $(shell git ls-files '*.c' '*.cc' '*.cpp' '*.h' '*.hpp')
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | column -t -s '|'
 
-setup: ## the exact test environment in .venv, and the software NPU in build/softnpu
+setup: ## the exact test environment in .venv, and in build/softnpu the software NPU and the kernels in emulation
 	@bash tests/environment/setup.sh
 
 demo: setup ## the claim, measured: the evidence run, on a real NPU where there is one; ARGS go to `afd-dsv4 evidence`
@@ -25,6 +27,9 @@ demo: setup ## the claim, measured: the evidence run, on a real NPU where there 
 
 test: setup ## every test, on the software NPU; ARGS go to pytest; JOBS=0: in one process, as a debugger wants it
 	@AFD_DSV4_REQUIRE_NPU=1 $(ON_SOFTNPU) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+kernels: setup ## our kernels in emulation, and the executor over them: every test of either; ARGS go to pytest
+	@AFD_DSV4_REQUIRE_NPU=1 $(ON_SOFTNPU) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(KERNEL_TESTS) $(ARGS)
 
 bench: setup ## benchmarks; ARGS go to pytest
 	@$(ON_SOFTNPU) $(BIN)/python -m pytest benchmarks --benchmark-only $(ARGS)

@@ -3,7 +3,7 @@
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 #
 # Makes .venv (the exact test environment: real vLLM, vllm-ascend and torch-npu, no NPU, no CANN) and builds the
-# software NPU into build/softnpu.
+# software NPU into build/softnpu, with our kernels in emulation.
 #
 # Every step leaves a stamp that holds the hash of what went into it: a second run takes about a second, a run after a
 # failure goes on where the last one stopped, and a changed requirement file runs its step again. Everything is checked
@@ -205,5 +205,5 @@ step 5 "vllm-ascend 0.23.0 and torch-npu 2.13.0 (20 s)" "$(digest "$here/nodeps.
 tools_digest=$(digest "$here/tools.txt" "$here/build.txt" "$here/lock.txt" "$root/pyproject.toml")
 step 6 "test tools and afd-dsv4 itself (20 s)" "$tools_digest" install_tools
 [ -d "$root/build/softnpu" ] || rm -f "$stamps/7" # 'make clean' took the build away
-step 7 "software NPU (1 min)" "$(native_digest)" build_softnpu
+step 7 "software NPU, kernels in emulation (1.5 min)" "$(native_digest)" build_softnpu
 printf 'setup: ready, %s s (Python %s, %s)\n' $((SECONDS - began)) "$version" "$machine"

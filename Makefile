@@ -12,8 +12,8 @@ BIN := .venv/bin
 JOBS ?= 2
 # Tests and benchmarks run on the software NPU; a real one is what `make demo` takes where there is one.
 ON_SOFTNPU = $(BIN)/python -m afd_dsv4.softnpu --
-KERNEL_TESTS = $(wildcard tests/ascendc tests/*/test_kernel*.py tests/*/test_tiles.py tests/*/test_afd_operators.py \
-	tests/*/test_afd_runtime.py)
+KERNEL_TESTS = $(wildcard tests/ascendc tests/unit/test_kernel*.py tests/property/test_kernel*.py \
+	tests/property/test_tiles.py tests/integration/test_afd_operators.py tests/integration/test_afd_runtime.py)
 NATIVE_SOURCES = $(shell git ls-files '*.c' '*.cc' '*.cpp' '*.h' '*.hpp')
 
 help: ## this list
@@ -28,8 +28,10 @@ demo: setup ## the claim, measured: the evidence run, on a real NPU where there 
 test: setup ## every test, on the software NPU; ARGS go to pytest; JOBS=0: in one process, as a debugger wants it
 	@AFD_DSV4_REQUIRE_NPU=1 $(ON_SOFTNPU) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-kernels: setup ## our kernels in emulation, and the executor over them: every test of either; ARGS go to pytest
-	@AFD_DSV4_REQUIRE_NPU=1 $(ON_SOFTNPU) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(KERNEL_TESTS) $(ARGS)
+kernels: setup ## our kernels in emulation: their tests, a sweep against the definition, their figures; ARGS: --cases, --seed
+	@AFD_DSV4_REQUIRE_NPU=1 $(ON_SOFTNPU) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(KERNEL_TESTS)
+	@$(BIN)/python -m tests.kernels_sweep $(ARGS)
+	@$(BIN)/python -m afd_dsv4 kernels report
 
 bench: setup ## benchmarks; ARGS go to pytest
 	@$(ON_SOFTNPU) $(BIN)/python -m pytest benchmarks --benchmark-only $(ARGS)

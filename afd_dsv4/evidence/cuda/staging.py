@@ -7,7 +7,7 @@ layer's rows of a whole chunk there (320 MiB at 32,768 tokens), and whether thos
 uBatches is a question of events alone.
 Way: per layer and uBatch one product on the main stream fills staging rows, and the compressors of the layer read them
 on an auxiliary stream. Where the rows lie and what orders their reuse is the `Reuse`: workspace slots of the same arena
-that the executors use (lease, touch, fence), or one of three ways without it, in the same code. One uBatch, or two of
+that the executors use (lease, touch, fence), or one of three ways without them, in the same code. One uBatch, or two of
 equal length, some requests each, every layer of the geometry at its own widths. Kernels are launched as a compiled
 program would, without Triton's own work on every launch, or the host's time would be all there is to see in a short
 batch.
@@ -23,7 +23,7 @@ import random
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +42,8 @@ from afd_dsv4.workspace.trace import Trace
 
 REQUESTS = 4  # of a uBatch
 ROPE_DIM = 64
-ROWS, NOTHING = ("rows",), ()  # the only part of a slot here
+AREAS: tuple[tuple[str, ...], ...] = (("rows",), ("more rows",))  # parts of a slot
+NOTHING: tuple[str, ...] = ()
 MOST_LAG_CYCLES = 1_000_000  # about 0.6 ms
 
 
@@ -51,8 +52,12 @@ class Reuse(enum.Enum):
 
     PRIVATE = "a private buffer per layer and uBatch, never reused within a forward"
     SLOTS = "one workspace slot per uBatch, ordered by touches and fences"
-    SYNCHRONISED = "one buffer per uBatch, the device synchronised before every layer"
+    TWO_AREAS = "the same with two areas in every slot, for layers in turn"
+    SYNCHRONISED = "one buffer per uBatch, which synchronises the device before each of its layers"
     UNORDERED = "one buffer for all, nothing orders its reuse"
+
+
+LEASED = (Reuse.SLOTS, Reuse.TWO_AREAS)
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,9 @@ class Load:
                 begin += columns
             self.layers.append((normal(hidden, begin, scale=hidden**-0.5).bfloat16(), tuple(parts)))
         self.slot_words = self.tokens * max(weight.shape[1] for weight, _ in self.layers)
-        self.main, self.aux = self.module.Stream(), self.module.Stream()
+        self.main = self.module.Stream()
+        # Whoever reads comes first, where both could run: the next write waits for it, and nothing waits for a product.
+        self.aux = self.module.Stream(priority=-1)
         self._prepared = on(where).prepared
         self.module.synchronize()
 
@@ -189,7 +196,11 @@ class Stack:
         self.load = load
         self.reuse = reuse
         self.arena: WorkspaceArena[Any] = WorkspaceArena(load.device, load.ubatches, ordered=ordered, trace=trace)
-        count = {Reuse.PRIVATE: len(load.layers) * load.ubatches, Reuse.UNORDERED: 1}.get(reuse, load.ubatches)
+        count = {
+            Reuse.PRIVATE: len(load.layers) * load.ubatches,
+            Reuse.UNORDERED: 1,
+            Reuse.TWO_AREAS: 2 * load.ubatches,
+        }.get(reuse, load.ubatches)
         where = load.device.device
         self._buffers = [torch.empty(self._words(i), dtype=torch.float32, device=where) for i in range(count)]
         self._views: dict[tuple[int, int], torch.Tensor] = {}  # cutting them out anew costs as much as a touch
@@ -218,15 +229,15 @@ class Stack:
         """Queue one forward. The host waits for nothing, but where the way of reuse is to wait."""
         load = self.load
         leases: list[Lease[Any]] = []
-        if self.reuse is Reuse.SLOTS:
+        if self.reuse in LEASED:
             generation = self._mint.mint()
             leases = [self.arena.acquire(ExecutionId(generation, ubatch)) for ubatch in range(load.ubatches)]
         load.module.set_stream(load.main)
         try:
             for number, (weight, parts) in enumerate(load.layers):
-                if self.reuse is Reuse.SYNCHRONISED:
-                    load.module.synchronize()
                 for ubatch in range(load.ubatches):
+                    if self.reuse is Reuse.SYNCHRONISED:
+                        load.module.synchronize()
                     self._layer(number, ubatch, weight, parts, leases[ubatch] if leases else None)
         finally:
             for lease in leases:
@@ -236,8 +247,10 @@ class Stack:
         self, number: int, ubatch: int, weight: torch.Tensor, parts: Sequence[Weights], lease: Lease[Any] | None
     ) -> None:
         load = self.load
+        area = NOTHING
         if lease is not None:
-            index = int(lease.slot.index)
+            turn = number % 2 if self.reuse is Reuse.TWO_AREAS else 0
+            index, area = int(lease.slot.index) + load.ubatches * turn, AREAS[turn]
         else:
             index = {Reuse.PRIVATE: load.ubatches * number + ubatch, Reuse.UNORDERED: 0}.get(self.reuse, ubatch)
         rows = self._views[index, number]
@@ -248,10 +261,10 @@ class Stack:
         project, launches = made
         if lease is not None:
             with self.arena.lock:
-                self._touch(lease, load.main, NOTHING, ROWS)
+                self._touch(lease, load.main, NOTHING, area)
                 project()
             with self.arena.lock:
-                self._touch(lease, load.aux, ROWS, NOTHING)
+                self._touch(lease, load.aux, area, NOTHING)
                 self.lag()
                 for launch in launches:
                     launch()
@@ -362,7 +375,7 @@ def rounds(
             for _ in range(forwards):
                 stack.forward()
         rows, wrong = different(load, expected)
-        unordered = len(order.check(trace.records()).violations) if reuse is Reuse.SLOTS else 0
+        unordered = len(order.check(trace.records()).violations) if reuse in LEASED else 0
         found.append(Round(rows, wrong, unordered))
     return found
 
@@ -475,8 +488,8 @@ class Timing:
         rows: bytes of staging rows, by way.
         touch_us: host time of the two touches of one layer of one execution, the median; the device keeps up, so that
             the host is not held up by a full queue.
-        private: time with private buffers over time with slots, median over turns: 1 is "costs nothing".
-        synchronised: time with a synchronised device over time with slots.
+        over: throughput with slots, by their way, over that of another way: 1 is "costs nothing". Lower quartile,
+            median and upper quartile of what each turn gave.
         wrong: bytes that differ between the ways.
     """
 
@@ -487,17 +500,14 @@ class Timing:
     peak: dict[str, int] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     touch_us: float = 0.0
-    private: float = 0.0
-    synchronised: float = 0.0
-    private_range: tuple[float, float] = (0.0, 0.0)
-    synchronised_range: tuple[float, float] = (0.0, 0.0)
+    over: dict[str, dict[str, tuple[float, float, float]]] = field(default_factory=dict)
     wrong: int = 0
 
 
-def measure(load: Load, expected: torch.Tensor, *, turns: int = 15, forwards: int = 4) -> Timing:
+def measure(load: Load, expected: torch.Tensor, *, turns: int = 16, forwards: int = 6) -> Timing:
     """Time forwards, `forwards` in a row, one way after the other, `turns` times."""
     found = Timing(load.tokens * load.ubatches, load.ubatches)
-    ways = (Reuse.PRIVATE, Reuse.SLOTS, Reuse.SYNCHRONISED)
+    ways = (Reuse.PRIVATE, Reuse.SLOTS, Reuse.TWO_AREAS, Reuse.SYNCHRONISED)
     module = load.module
     with own_stream(module):
         for reuse in ways:  # apart, so that the memory of one is not the other's
@@ -515,8 +525,8 @@ def measure(load: Load, expected: torch.Tensor, *, turns: int = 15, forwards: in
         times: dict[Reuse, list[float]] = {reuse: [] for reuse in ways}
         hosts: dict[Reuse, list[float]] = {reuse: [] for reuse in ways}
         for turn in range(-1, turns):  # the first one warms up
-            order_of_turn = ways if turn % 2 else ways[::-1]
-            for reuse in order_of_turn:
+            at = turn % len(ways)  # so that each has each place, and each neighbour, equally often
+            for reuse in (ways[at:] + ways[:at])[:: 1 - turn // len(ways) % 2 * 2]:
                 load.flat.zero_()
                 module.synchronize()
                 began = time.perf_counter()
@@ -539,12 +549,9 @@ def measure(load: Load, expected: torch.Tensor, *, turns: int = 15, forwards: in
     for reuse in ways:
         found.ms[reuse.name.lower()] = statistics.median(times[reuse])
         found.host_ms[reuse.name.lower()] = statistics.median(hosts[reuse])
-    found.private, found.private_range = _ratio(times, Reuse.PRIVATE)
-    found.synchronised, found.synchronised_range = _ratio(times, Reuse.SYNCHRONISED)
+    for slots_way in LEASED:
+        for other in (Reuse.PRIVATE, Reuse.SYNCHRONISED):
+            ratios = [a / b for a, b in zip(times[other], times[slots_way], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+            found.over.setdefault(slots_way.name.lower(), {})[other.name.lower()] = (low, middle, high)
     return found
-
-
-def _ratio(times: Mapping[Reuse, Sequence[float]], reuse: Reuse) -> tuple[float, tuple[float, float]]:
-    """Median and quartiles of the ratio to slots, turn by turn."""
-    ratios = sorted(a / b for a, b in zip(times[reuse], times[Reuse.SLOTS], strict=True))
-    return statistics.median(ratios), (ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4])

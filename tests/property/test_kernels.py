@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from afd_dsv4.compressor import reference
 from afd_dsv4.compressor.kernels import CoreOrder, Dtype, Kernels
 from tests import kernels_world, stock_op
+from tests.kernels_sweep import grid
 from tests.kernels_world import KINDS, PAGE_ROWS, Case, Plant, Request, World, as_float, draw, random_case, same
 
 seeds = st.integers(0, 2**32 - 1)
@@ -48,6 +49,18 @@ def run(kernels: Kernels, case: Case, **rows: object) -> World:
 @settings(max_examples=60)
 def test_a_random_launch_leaves_every_byte_as_the_reference_says(kernels: Kernels, seed: int) -> None:
     run(kernels, random_case(np.random.default_rng(seed), seed))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_start_phase_meets_every_length(kernels: Kernels, kind: str) -> None:
+    """C128 with a fourth of its phases, and one request of 4,096 tokens a kind; the sweep has them all."""
+    cases = list(grid(kind))
+    short = [case for case in cases if len(case.requests) > 1]
+    long = [case for case in cases if len(case.requests) == 1]
+    for case in (*short[:: 4 if kind == "c128" else 1], long[len(long) // 2]):
+        run(kernels, case)
+    assert {r.start for case in short for r in case.requests} == set(range(128 if kind == "c128" else 16))
+    assert {r.length for case in cases for r in case.requests} == set(kernels_world.LENGTHS)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -29,7 +29,7 @@ from typing import Any, NoReturn, TextIO
 
 from afd_dsv4 import __version__
 from afd_dsv4.admission import GIB, GROUP_NAMES, NULL_BLOCKS, Admission, KvPlan, SchedulerLimits, admit, kv_plan
-from afd_dsv4.config import DEFAULT_SLOTS
+from afd_dsv4.config import DEFAULT_SLOTS, DEFAULT_TILE_TOKENS, LEAST_TILE_TOKENS, Executor
 from afd_dsv4.geometry import (
     DEFAULT_STACK,
     MOST,
@@ -167,6 +167,19 @@ def _parser() -> argparse.ArgumentParser:
         "--async-scheduling", action="store_true", help="two batches in flight instead of one, as vLLM does by default"
     )
     plan.add_argument("--slots", type=_count, default=DEFAULT_SLOTS, metavar="N", help="workspace slots (default 2)")
+    plan.add_argument(
+        "--executor",
+        choices=(Executor.STOCK.value, Executor.AFD.value),
+        default=Executor.STOCK.value,
+        help="what compresses; afd has staging rows in its slots (default stock)",
+    )
+    plan.add_argument(
+        "--tile-tokens",
+        type=_tile_tokens,
+        default=DEFAULT_TILE_TOKENS,
+        metavar="N",
+        help=f"with executor afd: tokens that it stages at once (default {DEFAULT_TILE_TOKENS})",
+    )
     plan.add_argument("--stack", default=DEFAULT_STACK, metavar="NAME", help=f"default {DEFAULT_STACK}")
     plan.add_argument("--json", action="store_true", help="machine-readable answer")
 
@@ -325,6 +338,7 @@ def _plan(options: argparse.Namespace) -> int:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         slots=options.slots,
+        tile_tokens=options.tile_tokens if options.executor == Executor.AFD.value else None,
     )
     plans = {"native": kv_plan(geometry, layout, plugin=False), "plugin": kv_plan(geometry, layout, plugin=True)}
     answers = {
@@ -492,6 +506,7 @@ def _as_json(
     document["plugin"] |= {
         "tail_bytes_per_request": sizes.tail_bytes_per_request,
         "tail_bytes": sizes.tail_bytes,
+        "executor": options.executor,
         "slots": sizes.slots,
         "slot_bytes": sizes.slot_bytes,
         "reserved_bytes": sizes.device_bytes,
@@ -533,7 +548,8 @@ def _as_text(
         f"The plugin reserves {sizes.device_bytes / MIB:,.1f} MiB ({sizes.device_bytes:,} B): "
         f"tails {sizes.tail_bytes:,} (null pages and {limits.max_num_seqs} requests of "
         f"{sizes.tail_bytes_per_request:,}), "
-        f"{sizes.slots} workspace slots of {sizes.slot_bytes:,}, and {rest:,} for forwards without requests."
+        f"{sizes.slots} workspace slots of {sizes.slot_bytes:,} for the {options.executor} executor, and {rest:,} for "
+        f"forwards without requests."
     )
     scope = (
         "For one fresh prompt on an empty server: no draft layers, prefix hits, KV connector or context parallelism. "
@@ -573,6 +589,10 @@ def _count(text: str) -> int:
 
 def _count_or_zero(text: str) -> int:
     return _whole(text, 0)
+
+
+def _tile_tokens(text: str) -> int:
+    return _whole(text, LEAST_TILE_TOKENS)
 
 
 def _evidence_tokens(text: str) -> int:

@@ -57,6 +57,19 @@ def test_plan_reports_the_sizes_of_the_sizing_function_for_the_given_options(cap
     assert plugin["reserved_bytes"] == sizes.device_bytes
 
 
+def test_plan_counts_the_staging_rows_of_the_afd_executor_in_its_slots(capsys):
+    stock = plan_json(capsys)["plugin"]
+    ours = plan_json(capsys, executor="afd")["plugin"]
+    rows = (2048 + 4) * 10240 + 8192  # of both C4 compressors, and what their kernels leave behind them
+    assert (stock["executor"], ours["executor"]) == ("stock", "afd")
+    assert ours["slot_bytes"] - stock["slot_bytes"] == rows
+    assert ours["reserved_bytes"] - stock["reserved_bytes"] == 2 * rows
+    whole = plan_json(capsys, executor="afd", tile_tokens="65536")["plugin"]
+    assert whole["slot_bytes"] - stock["slot_bytes"] == 65536 * 10240 + 8192
+    assert main(arguments(tile_tokens="127")) == 2
+    assert "127 is not between 128" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("max_num_seqs", ["16", "128"])
 def test_with_an_hbm_budget_the_plugin_pays_for_what_it_reserves_and_still_starts(capsys, max_num_seqs):
     gib = 6959 * 3249664 / 2**30

@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 """The interface between an engine and whatever compresses: one execution, then one call per layer and kind.
 
-Two executors stand behind it: `stock.py` drives the operator that vllm-ascend ships. Kernels of our own are to follow.
+Two executors stand behind it, with the same tails: `stock.py` drives the operator that vllm-ascend ships, `afd.py` the
+project's own kernels. `library.py` says whether there are any.
 """
 
 from __future__ import annotations

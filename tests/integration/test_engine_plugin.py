@@ -38,10 +38,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Run workloads in an engine of their own, with the plugin or without."""
     folder = checkpoint.write(tmp_path_factory.mktemp("dsv4"), MODEL)
 
-    def run(workloads: Any, *, plugin: bool, spec: Any = None, prelude: str = "", **arguments: Any) -> dict[str, Any]:
+    def run(
+        workloads: Any,
+        *,
+        plugin: bool,
+        settings: Any = None,
+        spec: Any = None,
+        prelude: str = "",
+        **arguments: Any,
+    ) -> dict[str, Any]:
         additional = {"multistream_dsv4_dsa_overlap": False}
         if plugin:
-            additional["afd_dsv4"] = {"mode": "colocated"}  # type: ignore[assignment]
+            additional["afd_dsv4"] = {"mode": "colocated", **(settings or {})}  # type: ignore[assignment]
         described = {
             "checkpoint": str(folder),
             "engine": {"block_size": BLOCK_SIZE, "additional_config": additional, **arguments},
@@ -84,6 +92,8 @@ def pair(run: Run, workloads: Any, **how: Any) -> tuple[dict[str, Any], dict[str
 
 CHUNKS = {"max_num_batched_tokens": 64}
 LOADS = [workload(seed) for seed in (0, 1)]
+ABORTED = [workload(seed, answer=20, aborts=True) for seed in (10, 11)]
+REPLAYED = {"async_scheduling": True, "enforce_eager": False, "compilation_config": GRAPHS, **CHUNKS}
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +111,38 @@ def test_tokens_are_native_ones_in_eager_mode_and_fewer_groups_are_left(eager: A
     assert len(native["groups"]) - len(ours["groups"]) == 2
 
 
-def test_tokens_are_native_ones_with_graphs_aborts_and_asynchronous_scheduling(run: Run) -> None:
-    loads = [workload(seed, answer=20, aborts=True) for seed in (10, 11)]
-    how = {"async_scheduling": True, "enforce_eager": False, "compilation_config": GRAPHS, **CHUNKS}
-    native, ours = pair(run, loads, **how)
+@pytest.fixture(scope="module")
+def graphs(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`ABORTED` with graphs, natively and with the plugin."""
+    return pair(run, ABORTED, **REPLAYED)
+
+
+def test_tokens_are_native_ones_with_graphs_aborts_and_asynchronous_scheduling(graphs: Any) -> None:
+    native, ours = graphs
     assert answers(ours) == answers(native)
+
+
+OURS = {"executor": "afd", "tile_tokens": 128}
+
+
+def test_tokens_are_native_ones_with_our_own_kernels_in_graphs_and_beside_them(run: Run, graphs: Any) -> None:
+    ours = run(ABORTED, plugin=True, settings=OURS, **REPLAYED)
+    assert [answers(other) == answers(ours) for other in graphs] == [True, True]
+
+
+def test_batches_that_are_cut_into_tiles_give_the_tokens_of_the_stock_executor(run: Run) -> None:
+    rng = random.Random(12)
+    load = [{"id": f"r{i}", "prompt": prompt(rng, 299 - i), "max_tokens": 3} for i in range(2)]
+    spec = {"drafts": {}, "pattern": "ar"}
+    how = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, "spec": spec}
+    with ThreadPoolExecutor(2) as threads:
+        each = [
+            threads.submit(run, [load], plugin=True, settings=settings, max_num_batched_tokens=512, **how)
+            for settings in ({"executor": "stock"}, OURS)
+        ]
+        stock, ours = (thread.result() for thread in each)
+    assert answers(ours) == answers(stock)
+    assert max(ours["workloads"][0]["scheduled"]) == 512
 
 
 def test_tokens_are_native_ones_with_drafts_of_every_accept_length(run: Run, eager: Any) -> None:

@@ -5,6 +5,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,3 +70,35 @@ def test_a_manifest_that_says_nothing_known_is_refused(tmp_path, written):
     folder = folder_of(tmp_path / "a", "twin")
     (folder / MANIFEST).write_text(written)
     assert MANIFEST in refused({"AFD_DSV4_KERNELS": str(folder)})
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def configured(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """What CMake says in a shell where no CANN is set up."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    environment = {name: value for name, value in os.environ.items() if name != "ASCEND_HOME_PATH"}
+    command = ["cmake", "-S", str(ROOT), "-B", str(folder), *options]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120, env={**environment, "PATH": path}
+    )
+
+
+@pytest.mark.parametrize("backend", ["ascendc", "twin"])
+def test_a_back_end_that_needs_cann_is_refused_without_it_with_what_to_do(tmp_path, backend):
+    done = configured(tmp_path, f"-DKERNELS={backend}")
+    said = " ".join(done.stderr.split())
+    assert done.returncode != 0
+    assert f"KERNELS={backend} asks for CANN 8.5 or newer" in said
+    assert "Source CANN's set_env.sh, or take the preset host." in said
+
+
+def test_without_cann_the_build_takes_the_emulation_says_why_and_writes_it_beside_the_libraries(tmp_path):
+    done = configured(tmp_path, "-DSOFTNPU=OFF")
+    assert done.returncode == 0, done.stderr
+    assert "kernels: emulation for host: no CANN is set up" in done.stdout
+    assert "kernels: no torch operators: SOFTNPU=OFF" in done.stdout
+    written = json.loads((tmp_path / "softnpu" / MANIFEST).read_text())
+    assert written == {"backend": "emulation", "architecture": "host"}
+    assert "KERNELS=cuda is no back end" in configured(tmp_path, "-DKERNELS=cuda").stderr

@@ -159,16 +159,22 @@ def answer(report: Report, as_json: bool) -> tuple[str, int]:
 
 
 def find() -> Path:
-    """The library: where `library.find` looks, or in the build of a checkout."""
+    """The library, in the folders of `library.find`, or in the build of a checkout; torch's operators are not needed.
+
+    Raises:
+        InputError: it is not there.
+    """
     package = Path(__file__).resolve().parent
-    environment = dict(os.environ)
-    if not environment.get(library.VARIABLE) and not (package / "lib" / library.KERNELS).is_file():
-        environment.setdefault(library.SOFTWARE_NPU, str(package.parent / "build" / "softnpu"))
-    try:
-        return library.find(environment).kernels
-    except InputError as error:
-        remedy = "the report needs the host emulation: run `make setup` in a checkout of afd-dsv4, no CANN is needed"
-        raise InputError(error.what, error.found, remedy) from None
+    built, installed = package.parent / "build" / "softnpu", package / "lib"
+    given = os.environ.get(library.VARIABLE) or os.environ.get(library.SOFTWARE_NPU)
+    folder = Path(given) if given else installed if (installed / library.KERNELS).is_file() else built
+    if not (folder / library.KERNELS).is_file():
+        raise InputError(
+            "kernels",
+            f"{folder} has no {library.KERNELS}",
+            "the report needs the host emulation: run `make setup` in a checkout of afd-dsv4, no CANN is needed",
+        )
+    return folder / library.KERNELS
 
 
 def measure(kernels: Kernels) -> Report:

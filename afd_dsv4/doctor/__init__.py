@@ -123,7 +123,7 @@ def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[
         taken += [f"{queue.SEQS_ASSUMED} requests"] * (server.max_num_seqs is None)
         taken += [f"longest sequence {case.max_model_len:,}, the model's"] * (server.max_model_len is None)
     wanted = bool(plan.settings and plan.settings.mode is not Mode.OFF)
-    found += queue.findings(case, server)
+    found += queue.findings(case, server, given.prompt_tokens)
     found += log.findings if log else ()
     found += _hits_of_a_log(log, server)
     found += machine.findings(here, environment, wanted)

@@ -104,14 +104,17 @@ class Case:
         return max(whole // self.plan(plugin=plugin).block_bytes - NULL_BLOCKS, 0)
 
 
-def findings(case: Case | None, server: Server) -> Iterator[Finding]:
+def findings(case: Case | None, server: Server, prompt: int | None = None) -> Iterator[Finding]:
     """Everything that the numbers say.
 
     Args:
         case: the server with its model, None where blocks cannot be counted.
         server: the same numbers.
+        prompt: tokens of the prompt that is asked about, the same as the case's where there is one.
     """
     verdict = None
+    if case is None and prompt is not None:
+        yield _not_judged(case, server, prompt)
     if case is not None:
         small = _too_little(case)
         if small:
@@ -131,8 +134,7 @@ def findings(case: Case | None, server: Server) -> Iterator[Finding]:
 
 
 def _too_little(case: Case) -> Finding | None:
-    """vLLM's check at start-up, as far as it can be asked: only where the memory is a plan, and not of a server "
-    "that runs."""
+    """vLLM's check at start-up, where the memory is a plan; a server that runs has passed its own."""
     batch = case.server.max_num_batched_tokens
     if case.hbm is None or batch is None:
         return None
@@ -218,16 +220,16 @@ def _prompt(case: Case) -> Finding | None:
         return too_long(case.prompt, longest, what, case.geometry.max_position_embeddings)
     batch = case.server.max_num_batched_tokens
     if batch is None:
-        return None
+        return _not_judged(case, case.server, case.prompt)
     side = bool(case.server.plugin)
     plan, limits, free = case.plan(plugin=side), case.limits(batch), case.free(batch, plugin=side)
     whole = plan.whole_prompt(case.prompt, limits)
     need = sum(whole.values())
     stuck = [engine for engine in case.server.engines if engine.stuck]
     if free is None:
-        return None
+        return _not_judged(case, case.server, case.prompt, need)
     if need <= free:
-        return _fits_and_waits(case, need, free, stuck) if stuck else None
+        return _fits_and_waits(case, need, free, stuck) if stuck else _fits(case, batch, need, free)
     why = [
         *_table(whole, plan),
         _multiplier(whole, plan, case),
@@ -247,6 +249,28 @@ def _prompt(case: Case) -> Finding | None:
         tuple(_remedies(case, batch, need, free)),
         _NEVER_ADMITTED,
         _numbers(case, batch),
+    )
+
+
+def _fits(case: Case, batch: int, need: int, free: int) -> Finding:
+    assert case.prompt is not None
+    return Finding(
+        "prompt-fits",
+        Severity.NOTE,
+        f"a prompt of {case.prompt:,} tokens starts as soon as {need:,} of {free:,} KV blocks are free",
+        numbers=_numbers(case, batch),
+    )
+
+
+def _not_judged(case: Case | None, server: Server, prompt: int, need: int | None = None) -> Finding:
+    wants = "" if need is None else f"; it needs {need:,} KV blocks"
+    return Finding(
+        "prompt-not-judged",
+        Severity.NOTE,
+        f"whether a prompt of {prompt:,} tokens starts cannot be said{wants}",
+        (),
+        (f"give {', '.join(option for option in _missing(case, server) if option != '--prompt-tokens')}",),
+        numbers={"prompt_tokens": prompt, "blocks_needed": need},
     )
 
 

@@ -344,7 +344,8 @@ def test_a_remedy_helps_and_one_step_less_does_not(prompt: int, batch: int, bloc
         assert [one.code for one in found] == ["prompt-longer-than-model"]
         return
     if need(batch, here) < blocks:
-        assert found == []
+        assert [one.code for one in found] == ["prompt-fits"]
+        assert found[0].numbers["native"]["blocks_needed"] == need(batch, here)
         return
     assert [one.code for one in found] == ["prompt-never-fits"]
     offered = [remedy for remedy in found[0].remedies if remedy.startswith("--max-num-batched-tokens")]
@@ -353,6 +354,33 @@ def test_a_remedy_helps_and_one_step_less_does_not(prompt: int, batch: int, bloc
     if offered:
         largest = int(offered[0].split()[1].replace(",", ""))
         assert need(largest, here) < blocks <= need(largest + 1, here)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "codes"), [(4094, ["prompt-fits"]), (4095, ["prompt-fits"]), (4096, ["prompt-longer-than-model"])]
+)
+def test_a_prompt_must_leave_room_for_one_token(tokens: int, codes: list[str]) -> None:
+    """`vllm/v1/engine/input_processor.py`: a prompt of the longest length is refused."""
+    found = findings_of(prompt=tokens, max_num_batched_tokens=4096, max_model_len=4096, num_blocks=6959)
+    assert [one.code for one in found] == codes
+
+
+def test_a_prompt_that_cannot_be_judged_is_not_passed_over() -> None:
+    (found,) = findings_of(prompt=63_778)
+    assert (found.code, found.severity) == ("prompt-not-judged", Severity.NOTE)
+    assert found.remedies == ("give --num-gpu-blocks, --max-num-batched-tokens",)
+    (found,) = findings_of(prompt=63_778, max_num_batched_tokens=65_536)
+    assert "it needs 11,094 KV blocks" in found.title
+    assert found.remedies == ("give --num-gpu-blocks",)
+    (found,) = queue.findings(None, Server(), 63_778)
+    assert found.remedies == ("give --model, --block-size, --num-gpu-blocks, --max-num-batched-tokens",)
+
+
+def test_a_server_that_is_well_has_nothing_to_show_in_its_log(tmp_path: Path) -> None:
+    lines = (HERE / "stuck.log").read_bytes().splitlines(keepends=True)
+    found, status, _ = asked(tmp_path, "--log", "-", given=b"".join(lines[:-2]))
+    assert found["server"]["engines"][0]["running"] == 2
+    assert (status, found["findings"]) == (0, [])
 
 
 def queued(running: int, waiting: int, usage: float | None, deferred: int = 0) -> tuple[Engine, ...]:

@@ -170,37 +170,43 @@ class Core {
   void read(const char* name, int64_t offset, int64_t bytes) {
     visit(offset, bytes, [&](Cell& cell, uint32_t& written, uint32_t mask) {
       const uint32_t* known = known_now_;
+      const int self = index_of(pipe_);
       if (cell.writer > known[cell.writer_pipe]) [[unlikely]] {
-        const bool self = cell.writer_pipe == index_of(pipe_);
-        const bool touched = ((self ? cell.written_last : cell.written_pipe) & mask) != 0;
-        if (touched && !(self && cell.writer == number_)) conflict(name, "reads", "wrote", cell, -1);
+        const bool own = cell.writer_pipe == self && cell.writer == number_;
+        const uint32_t bytes = own ? cell.unordered : cell.writer_pipe == self ? cell.written_last : cell.written_pipe;
+        if ((bytes & mask) != 0) conflict(name, "reads", "wrote", cell, -1);
       }
       if ((written & mask) != mask) [[unlikely]] {
         poison(name, cell, mask & ~written);
       }
-      cell.readers[index_of(pipe_)] = number_;
+      if (cell.readers[self] != number_) {
+        cell.read_before = cell.readers[self];
+        cell.readers[self] = number_;
+      }
     });
   }
   void write(const char* name, int64_t offset, int64_t bytes) {
     visit(offset, bytes, [&](Cell& cell, uint32_t& written, uint32_t mask) {
       const uint32_t* known = known_now_;
       const int self = index_of(pipe_);
-      uint32_t kept = 0;  // bytes of the same pipe's earlier writes that nothing orders yet
       if (cell.writer > known[cell.writer_pipe]) [[unlikely]] {
-        if (cell.writer_pipe != self || (cell.writer != number_ && (cell.written_last & mask))) {
-          conflict(name, "writes", "wrote", cell, -1);
-        }
-        kept = cell.written_last;
+        if (cell.writer_pipe != self) conflict(name, "writes", "wrote", cell, -1);
+        if (cell.writer != number_) cell.unordered = cell.written_last;
+        if ((cell.unordered & mask) != 0) conflict(name, "writes", "wrote", cell, -1);
+        cell.written_last |= mask;
+      } else {
+        cell.unordered = 0;
+        cell.written_last = mask;
       }
       for (int other = 0; other < kPipes; ++other) {
-        if (cell.readers[other] > known[other] && !(other == self && cell.readers[other] == number_)) [[unlikely]] {
+        const bool own = other == self && cell.readers[other] == number_;
+        if ((own ? cell.read_before : cell.readers[other]) > known[other]) [[unlikely]] {
           conflict(name, "writes", "read", cell, other);
         }
       }
       cell.written_pipe = mask | (cell.writer_pipe == self ? cell.written_pipe : 0);
       cell.writer = number_;
       cell.writer_pipe = static_cast<uint8_t>(self);
-      cell.written_last = mask | kept;
       written |= mask;
     });
   }
@@ -295,7 +301,9 @@ class Core {
   struct Cell {
     uint32_t writer = 0;  // number of the last writing instruction on its pipe
     uint32_t readers[kPipes] = {};
-    uint32_t written_last = 0;  // bytes of the last write, and of those before that nothing orders yet
+    uint32_t read_before = 0;   // the reader of its pipe before the instruction that read last
+    uint32_t written_last = 0;  // bytes of the last write, and of those of its pipe before that nothing orders
+    uint32_t unordered = 0;     // bytes of the latter only
     uint32_t written_pipe = 0;  // bytes of all writes of that pipe since another one wrote here
     uint8_t writer_pipe = 0;
   };

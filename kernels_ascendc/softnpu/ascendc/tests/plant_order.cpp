@@ -171,6 +171,26 @@ void write_after_read_on_v(const Gm& gm) {
   Duplicate(kit.t, 2.0f, 64);  // plant: write_after_read_on_v
 }
 
+// That it reads its own destination does not order it behind another reader.
+template <bool kWrong>
+void in_place_after_read_on_v(const Gm& gm) {
+  Kit kit(gm);
+  kit.fill();
+  Exp(kit.t[512], kit.t, 64);
+  if (!kWrong) PipeBarrier<PIPE_V>();
+  Adds(kit.t, kit.t, 1.0f, 64);  // plant: in_place_after_read_on_v
+}
+
+// The lanes before it are new, this one another write left behind without a barrier.
+template <bool kWrong>
+void lane_after_write_on_v(const Gm& gm) {
+  Kit kit(gm);
+  uint64_t third[] = {4}, lanes[] = {7};
+  Duplicate(kit.t, 1.0f, third, 1, 1, 8);
+  if (!kWrong) PipeBarrier<PIPE_V>();
+  Duplicate(kit.t, 2.0f, lanes, 1, 1, 8);  // plant: lane_after_write_on_v
+}
+
 template <bool kWrong>
 void write_after_write_on_v(const Gm& gm) {
   Kit kit(gm);
@@ -291,6 +311,8 @@ constexpr Plant kPlants[] = {
     PLANT(event_id_not_for_hand_use, event_balance, 1),
     PLANT(read_after_write_on_v, vector_order, 1),
     PLANT(write_after_read_on_v, vector_order, 1),
+    PLANT(in_place_after_read_on_v, vector_order, 1),
+    PLANT(lane_after_write_on_v, vector_order, 1),
     PLANT(write_after_write_on_v, vector_order, 1),
     PLANT(barrier_of_another_pipe, vector_order, 1),
     PLANT(stale_scalar_read, stale_scalar_read, 1),

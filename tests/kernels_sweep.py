@@ -148,6 +148,8 @@ def main(arguments: list[str] | None = None) -> int:
         random = Tally()
         for tally in pool.imap_unordered(_random, cases):
             random += tally
+            if random.cases % 1000 == 0:
+                print(f"{random.cases:,} random cases, {random.different:,} differ", flush=True)
     print(f"random cases of seed {options.seed}: {random}")
     whole += random
     seconds = layer_seconds(Kernels(find()))

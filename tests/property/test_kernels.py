@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from afd_dsv4.compressor import reference
 from afd_dsv4.compressor.kernels import CoreOrder, Dtype, Kernels
 from tests import kernels_world, stock_op
-from tests.kernels_sweep import grid
+from tests.kernels_sweep import check, grid
 from tests.kernels_world import KINDS, PAGE_ROWS, Case, Plant, Request, World, as_float, draw, random_case, same
 
 seeds = st.integers(0, 2**32 - 1)
@@ -344,3 +344,19 @@ def test_a_null_page_that_is_written_is_seen(kernels: Kernels) -> None:
     world.launch(kernels)
     world.pool[0, 5] = 0
     assert [text.split(":")[0] for text in world.differences()] == ["pool"]
+
+
+def test_the_sweep_counts_what_differs_and_prints_which_case_it_is(
+    kernels: Kernels, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right, wrong, refused = (World(Case("c4", (Request(3, 9), Request(0, 8)))) for _ in range(3))
+    wrong.pool_before[0, 7] = 1.0
+    refused.starts[0] = -1
+    tally = check(kernels, right, "right")
+    assert capsys.readouterr().out == ""
+    tally += check(kernels, wrong, "case 5 of seed 3")
+    assert capsys.readouterr().out.startswith("case 5 of seed 3: pool: 1 elements differ, the first at [0, 7]")
+    tally += check(kernels, refused, "case 6")
+    assert capsys.readouterr().out.startswith("case 6: Fault: compress: starts[0]: found -1")
+    # By hand: tokens 3 to 11 end windows 0, 1 and 2, tokens 0 to 7 end two; three times.
+    assert str(tally) == "3 launches, 6 requests, 15 compressed rows: 2 differ"

@@ -187,8 +187,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def server_of(options: Mapping[str, Any]) -> Server:
-    """The numbers in what a server is told, by the names of vLLM's `EngineArgs`; what is of another type is left "
-    "out."""
+    """The numbers in what a server is told, by the names of vLLM's `EngineArgs`; other types are left out."""
 
     def of(name: str, kind: type) -> Any:
         value = options.get(name)

@@ -348,8 +348,7 @@ def _remedies(case: Case, batch: int, need: int, free: int) -> Iterator[str]:
     if chunk > free:
         yield f"not {flag}: the first chunk alone wants {chunk:,} blocks"
     else:
-        yield f"{flag} starts it with {chunk:,} blocks for the first chunk; what follows may be preempted again and "
-        "again"
+        yield f"{flag} starts it with {chunk:,} blocks for the first chunk; it may be preempted again and again"
     if not side:
         mine, left = case.plan(plugin=True), case.free(batch, plugin=True) or 0
         wanted = sum(mine.whole_prompt(case.prompt, limits).values())
@@ -572,8 +571,7 @@ def _queue(engine: Engine) -> str:
 
 
 def _largest(good: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that is good, 0 if none is; what is good for a number is good for smaller "
-    "ones."""
+    """The largest number up to `most` that is good, 0 if none is; what is good for one is good for smaller ones."""
     low, high = 0, max(most, 0)
     while low < high:
         middle = (low + high + 1) // 2

@@ -56,6 +56,19 @@ def load(folder: Path, backend: str) -> Any:
     return operators
 
 
+def require(operator: str) -> None:
+    """Refuse a torch_npu without a kernel for an operator of torch.
+
+    Raises:
+        RuntimeError: naming it.
+    """
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(operator, "PrivateUse1"):
+        raise RuntimeError(
+            f"the afd executor projects with {operator}, for which this torch_npu has no kernel; use a newer one, or "
+            f"executor 'stock'"
+        )
+
+
 @dataclass(frozen=True)
 class _TileRows:
     """A tile and the staging rows of it in one slot.
@@ -85,7 +98,7 @@ class AfdRuntime(StockRuntime):
 
     Raises:
         InputError: there are no kernels for this machine.
-        RuntimeError: the kernels do not take the model's compressors, with the reason.
+        RuntimeError: the kernels do not take the model's compressors, or torch_npu cannot project, with the reason.
     """
 
     def __init__(
@@ -99,6 +112,8 @@ class AfdRuntime(StockRuntime):
         self.tile_tokens = tile_tokens
         self.library = find(os.environ) if library is None else library
         self._ops = load(self.library.folder, self.library.backend)
+        if self.library.on_hardware:  # elsewhere the projection is an operator of our own
+            require("aten::mm.dtype_out")
         self._cores = cores
         super().__init__(*args, **limits)
         if cores is None:

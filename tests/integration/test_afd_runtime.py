@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from afd_dsv4.compressor import afd, tails
 from afd_dsv4.compressor.afd import AfdRuntime
 from afd_dsv4.compressor.stock import StockRuntime
+from afd_dsv4.execution.boundary import Boundary, BoundaryViolation
 from afd_dsv4.geometry import CompressorKind, ModelGeometry
 from afd_dsv4.softnpu import runtime as softnpu
 from afd_dsv4.tail import checkpoint
@@ -305,3 +306,16 @@ def test_operators_of_another_back_end_than_is_written_beside_them_are_refused()
     assert afd.load(library.folder, "emulation").backend() == "emulation"
     with pytest.raises(RuntimeError, match="is of the back end 'emulation', and beside it stands 'twin'; build anew"):
         afd.load(library.folder, "twin")
+
+
+def test_a_torch_npu_that_cannot_project_is_refused_by_the_operator_that_it_lacks() -> None:
+    afd.require("aten::mm.out")
+    with pytest.raises(RuntimeError, match=r"projects with aten::_nested_get_values, for which this torch_npu has no"):
+        afd.require("aten::_nested_get_values")
+
+
+def test_staging_rows_that_are_handed_to_another_role_are_found_and_named() -> None:
+    runtime = World(9, cls=runtime_class(128)).runtime
+    rows = runtime.areas[1][CompressorKind.C4, CompressorKind.C128][4096:8192]
+    with pytest.raises(BoundaryViolation, match=r"areas\[1\].*workspace slot 1, held by nobody"):
+        Boundary(runtime).check("send", {"rows": rows})

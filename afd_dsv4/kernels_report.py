@@ -136,7 +136,7 @@ class Report:
             )
         found.append(Limit("slot of phase 1 at 32,768 tokens, bytes of rows", self.slot_rows_phase_1, 320 * MIB))
         for chunk, size in self.slot_phase_2.items():
-            found.append(Limit(f"slot of phase 2 at {chunk:,} tokens, bytes", size, 24 * MIB))
+            found.append(Limit(f"slot of phase 2 at {chunk:,} tokens and {MAX_SEQS} requests, bytes", size, 24 * MIB))
         return found
 
     def missed(self) -> list[Limit]:

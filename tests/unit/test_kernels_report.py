@@ -140,7 +140,7 @@ def test_a_figure_over_its_limit_fails_the_command_and_says_which(report: Report
 
 def test_a_slot_that_grows_with_the_chunk_fails_the_command(report: Report) -> None:
     assert [str(limit) for limit in replace(report, slot_phase_2={1 << 20: 28 * MIB}).missed()] == [
-        "slot of phase 2 at 1,048,576 tokens, bytes: 29,360,128, at most 25,165,824"
+        "slot of phase 2 at 1,048,576 tokens and 128 requests, bytes: 29,360,128, at most 25,165,824"
     ]
     assert replace(report, slot_rows_phase_1=320 * MIB + 1).missed()
 

@@ -15,7 +15,6 @@ Not here: repairing anything, asking a server, and drivers, CANN or devices.
 from __future__ import annotations
 
 import os
-import re
 import stat
 import sys
 from collections.abc import Callable, Mapping
@@ -27,7 +26,7 @@ from afd_dsv4.admission import GIB
 from afd_dsv4.compat.stack import release
 from afd_dsv4.config import DEFAULT_SLOTS, Mode
 from afd_dsv4.doctor import logs, machine, metrics, planned, queue
-from afd_dsv4.doctor.facts import Finding, Server, Severity, first_known
+from afd_dsv4.doctor.facts import Finding, Server, Severity, first_known, preset_name
 from afd_dsv4.doctor.report import EXIT_BAD_INPUT, EXIT_PROBLEMS, Report
 from afd_dsv4.geometry import DEFAULT_STACK, STACKS, InputError, ModelGeometry, PageLayout, page_layout, preset
 
@@ -153,11 +152,11 @@ def _geometry(
         geometry = read_model(given.model)
         geometry.check_stock_operator()
         return geometry
-    name = re.search(r"deepseek-?v4[^/]*(flash|pro)", server.model or "", re.IGNORECASE)
+    name = preset_name(server.model)
     if name is None:
         return None
-    taken.append(f"{server.model} for the preset {name[1].lower()} (--model says otherwise)")
-    return preset(name[1].lower())
+    taken.append(f"{server.model} for the preset {name} (--model says otherwise)")
+    return preset(name)
 
 
 def _layout(

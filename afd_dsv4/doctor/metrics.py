@@ -82,7 +82,7 @@ def parse(text: str, name: str) -> Page:
     remedy = "give what `curl http://HOST:PORT/metrics` of the vLLM server prints"
     if not text.strip():
         raise InputError(what, "is empty", remedy)
-    if len(malformed) >= len(samples):
+    if not samples or len(malformed) > len(samples):
         where, first = malformed[0] if malformed else (1, text.strip()[:60])
         raise InputError(what, f"is no Prometheus text (line {where}: {first!r})", remedy)
     if not any(sample.name.startswith("vllm:") for sample in samples):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from afd_dsv4.admission import GIB, NULL_BLOCKS, STATE_GROUPS, KvPlan, SchedulerLimits, kv_plan
-from afd_dsv4.doctor.facts import Engine, Finding, Server, Severity
+from afd_dsv4.doctor.facts import Engine, Finding, Server, Severity, preset_name
 from afd_dsv4.doctor.logs import too_long
 from afd_dsv4.geometry import InputError, ModelGeometry, PageLayout
 from afd_dsv4.workspace.sizing import WorkspaceSizes, size_workspace
@@ -395,7 +395,10 @@ def _multiplier(whole: dict[str, int], plan: KvPlan, case: Case) -> str:
 def _stuck(engines: list[Engine], case: Case | None, server: Server) -> Finding:
     """A queue that is stuck, with nobody knowing of what length its first prompt is."""
     batch, side = server.max_num_batched_tokens, bool(server.plugin)
-    free = case.free(batch or TYPICAL_BATCHES[-1], plugin=side) if case else None
+    if case:
+        free = case.free(batch or TYPICAL_BATCHES[-1], plugin=side)
+    else:
+        free = server.num_blocks - NULL_BLOCKS if server.num_blocks else None
     why = [
         (
             f"Nobody runs, so all {'' if free is None else f'{free:,} '}blocks are free, and still the first request "
@@ -431,7 +434,9 @@ def _stuck(engines: list[Engine], case: Case | None, server: Server) -> Finding:
             remedies.append("a smaller --max-num-batched-tokens, or this plugin: see the table")
     if case and batch:
         why += _should_not_run(case, batch)
-    if missing := _missing(case, server):
+    if case is None and _another_model(server):
+        why.append(f"Blocks are counted for DeepSeek-V4 only, and {server.model} is not called so (--model decides).")
+    elif missing := _missing(case, server):
         remedies.append(f"to know more, give {', '.join(missing)}")
     return Finding(
         "stuck-queue",
@@ -444,10 +449,14 @@ def _stuck(engines: list[Engine], case: Case | None, server: Server) -> Finding:
     )
 
 
+def _another_model(server: Server) -> bool:
+    return server.model is not None and "deepseek" not in server.model.lower()
+
+
 def _missing(case: Case | None, server: Server) -> list[str]:
     options = []
     if case is None:
-        options += ["--model"] * (server.model is None or "deepseek" not in server.model.lower())
+        options += ["--model"] * (preset_name(server.model) is None)
         options += ["--block-size"] * (server.block_size is None)
     if server.num_blocks is None and server.kv_gib is None and (case is None or case.hbm is None):
         options.append("--num-gpu-blocks")

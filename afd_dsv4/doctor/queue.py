@@ -30,6 +30,7 @@ ASYNC_ASSUMED: Final = True
 SEQS_ASSUMED: Final = 16
 
 _NEVER_ADMITTED: Final = ("vllm-project/vllm-ascend#15204", "vllm-project/afd-plugin#292")
+_WINDOWS: Final = ("vllm-project/vllm#54703",)
 _STUCK: Final = (*_NEVER_ADMITTED, "vllm-project/vllm-metal#479")
 
 
@@ -247,7 +248,7 @@ def _prompt(case: Case) -> Finding | None:
         "nothing runs",
         tuple(why),
         tuple(_remedies(case, batch, need, free)),
-        _NEVER_ADMITTED,
+        _WINDOWS if side else _NEVER_ADMITTED,
         _numbers(case, batch),
     )
 

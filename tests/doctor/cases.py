@@ -76,6 +76,9 @@ CASES = {
     "version_mix": Case([], 1, {**WITH_ASCEND, "vllm": ("0.26.0", {})}),
     "no_adapter": Case([], 1, {**ALONE, "vllm": ("0.26.0", {}), "vllm_ascend": ("0.1+gcf0baa38d", ASCEND)}),
     "refused_mode": Case(["--config", "lora.json"], 1, {**WITH_ASCEND, "vllm": ("0.23.0", {})}),
+    "windows": Case(
+        ["--metrics", "plugin_on.metrics", "--prompt-tokens", "1000000", "--max-num-batched-tokens", "262144"], 1
+    ),
     "healthy": Case(["--metrics", "healthy.metrics"], 0),
     "busy": Case(["--metrics", "plugin_on.metrics"], 0),
     "nothing": Case([], 0),

@@ -87,6 +87,18 @@ def test_the_budget_that_is_too_small_is_judged_with_vllms_own_figures_of_a_star
     assert "wants 34.93 GiB of KV cache, there are 21.06" in " ".join(snapshot("refused_start").split())  # of a log
 
 
+def test_with_the_plugin_on_it_is_the_windows_that_multiply() -> None:
+    """The next limiter, told by the block size of the page that nothing has overwritten."""
+    tokens, alive = 1_000_000, 2 * 262_144
+    swa = 2 * (math.ceil((127 + alive) / 128) + 1)
+    need = math.ceil(tokens // 4 / 128) + math.ceil(tokens // 128 / 128) + swa
+    text = " ".join(snapshot("windows").split())
+    assert f"it needs {need:,} KV blocks, and 6,350 are free" in text
+    assert f"Who multiplies: the sliding windows, {swa:,} blocks" in text
+    assert "c4_state" not in text
+    assert "this plugin, with the states" not in text
+
+
 def test_hits_come_in_the_least_common_multiple_of_all_blocks() -> None:
     assert math.lcm(4 * 32, 128 * 32, 32, 2, 8) == 4_096  # vllm-project/vllm-ascend#16270
     assert "hits come in multiples of 4,096 tokens" in " ".join(snapshot("no_hits").split())

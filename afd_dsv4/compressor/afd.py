@@ -19,10 +19,11 @@ software NPU both add in one order, so that the executors can be compared bit fo
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -35,6 +36,7 @@ from afd_dsv4.geometry import FP32_BYTES, CompressorKind
 from afd_dsv4.workspace.lease import Lease
 from afd_dsv4.workspace.sizing import AREAS, carried_rows, kernel_bytes, staging_areas, tile_limit
 
+_logger: Final = logging.getLogger("vllm.plugins.afd_dsv4")
 _AREA_OF: Final = {kind: kinds for kinds in AREAS for kind in kinds}
 
 
@@ -56,17 +58,9 @@ def load(folder: Path, backend: str) -> Any:
     return operators
 
 
-def require(operator: str) -> None:
-    """Refuse a torch_npu without a kernel for an operator of torch.
-
-    Raises:
-        RuntimeError: naming it.
-    """
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(operator, "PrivateUse1"):
-        raise RuntimeError(
-            f"the afd executor projects with {operator}, for which this torch_npu has no kernel; use a newer one, or "
-            f"executor 'stock'"
-        )
+def has_kernel(operator: str) -> bool:
+    """Whether torch_npu has a kernel for an operator of torch."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator, "PrivateUse1"))
 
 
 @dataclass(frozen=True)
@@ -98,8 +92,13 @@ class AfdRuntime(StockRuntime):
 
     Raises:
         InputError: there are no kernels for this machine.
-        RuntimeError: the kernels do not take the model's compressors, or torch_npu cannot project, with the reason.
+        RuntimeError: the kernels do not take the model's compressors, with the reason.
+
+    Attributes:
+        product: torch's operator that projects on hardware, see back_end_npu.cpp.
     """
+
+    product: ClassVar[str] = "aten::mm.dtype_out"
 
     def __init__(
         self,
@@ -112,8 +111,12 @@ class AfdRuntime(StockRuntime):
         self.tile_tokens = tile_tokens
         self.library = find(os.environ) if library is None else library
         self._ops = load(self.library.folder, self.library.backend)
-        if self.library.on_hardware:  # elsewhere the projection is an operator of our own
-            require("aten::mm.dtype_out")
+        if self.library.on_hardware and not has_kernel(self.product):  # else the projection is an operator of our own
+            _logger.warning(
+                "afd-dsv4: this torch_npu has no %s, which multiplies bfloat16 into float32; the afd executor projects "
+                "with float32 copies of tokens and weights, which is slower and takes more memory",
+                self.product,
+            )
         self._cores = cores
         super().__init__(*args, **limits)
         if cores is None:

@@ -3,6 +3,7 @@
 //
 // The torch binding on an NPU, see back_end.h. Not run on hardware yet.
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <acl/acl.h>
 
 #include "back_end.h"
@@ -13,16 +14,32 @@ std::function<int()> submission(void* stream, const Launch& launch) {
   return [stream, run = launch.run] { return run(stream); };
 }
 
+namespace {
+
+// bfloat16 in and float32 out, in one product: torch_npu 2.13 has it, older ones have not.
+bool mixed_product() {
+  static const bool found = c10::Dispatcher::singleton()
+                                .findSchemaOrThrow("aten::mm", "dtype_out")
+                                .hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1);
+  return found;
+}
+
+}  // namespace
+
 void project(const at::Tensor& x, const at::Tensor& wkv, const at::Tensor& wgate, at::Tensor& rows) {
   const int64_t half = wkv.size(0);
   at::Tensor kv = rows.narrow(1, 0, half), score = rows.narrow(1, half, half);
-  if (rows.scalar_type() == x.scalar_type()) {
-    at::mm_out(kv, x, wkv.t());
-    at::mm_out(score, x, wgate.t());
-  } else {
-    at::mm_out(kv, x, wkv.t(), rows.scalar_type());
-    at::mm_out(score, x, wgate.t(), rows.scalar_type());
+  const auto type = rows.scalar_type();
+  if (type != x.scalar_type() && mixed_product()) {
+    at::mm_out(kv, x, wkv.t(), type);
+    at::mm_out(score, x, wgate.t(), type);
+    return;
   }
+  // Rows that are rounded to bfloat16 first would not be those of the stock operator, so float32 copies it is: right,
+  // slower, and memory of the caching allocator for as long as the stream needs it.
+  const at::Tensor tokens = x.to(type);
+  at::mm_out(kv, tokens, wkv.to(type).t());
+  at::mm_out(score, tokens, wgate.to(type).t());
 }
 
 int64_t vector_cores(c10::DeviceIndex device) {

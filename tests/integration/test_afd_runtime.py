@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from afd_dsv4.compressor import afd, tails
 from afd_dsv4.compressor.afd import AfdRuntime
+from afd_dsv4.compressor.library import Library
 from afd_dsv4.compressor.stock import StockRuntime
 from afd_dsv4.execution.boundary import Boundary, BoundaryViolation
 from afd_dsv4.geometry import CompressorKind, ModelGeometry
@@ -308,10 +309,20 @@ def test_operators_of_another_back_end_than_is_written_beside_them_are_refused()
         afd.load(library.folder, "twin")
 
 
-def test_a_torch_npu_that_cannot_project_is_refused_by_the_operator_that_it_lacks() -> None:
-    afd.require("aten::mm.out")
-    with pytest.raises(RuntimeError, match=r"projects with aten::_nested_get_values, for which this torch_npu has no"):
-        afd.require("aten::_nested_get_values")
+def test_on_hardware_it_is_said_where_the_projection_takes_copies_and_nowhere_else(caplog: Any) -> None:
+    library = afd.find({"AFD_DSV4_SOFTNPU_DIR": str(softnpu.library_dir())})
+
+    class Hardware(Library):
+        on_hardware = True  # of kernels that were compiled for it: there are none here
+
+    class Lacking(AfdRuntime):
+        product = "aten::_nested_get_values"
+
+    hardware = Hardware(library.folder, library.backend)
+    for cls, given in ((AfdRuntime, hardware), (Lacking, library), (Lacking, hardware)):
+        assert caplog.text == ""
+        World(8, cls=partial(cls, library=given))
+    assert "has no aten::_nested_get_values, which multiplies bfloat16 into float32" in caplog.text
 
 
 def test_staging_rows_that_are_handed_to_another_role_are_found_and_named() -> None:

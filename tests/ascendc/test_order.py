@@ -59,12 +59,17 @@ def holds_up(kind: int, what: int, pipe: int) -> bool:
     return (kind == WAIT and EVENTS[what][1] == pipe) or (kind == BARRIER and what == pipe)
 
 
-def accesses(step: Step) -> list[tuple[int, bool]]:
-    """Blocks of UB with whether they are written."""
+def accesses(step: Step) -> list[tuple[str, int, bool]]:
+    """Blocks of UB, and of the GM that is read and written, with whether they are written."""
     kind, first, second = step
     if kind == VECTOR:
-        return [(first, False), (second, True)]
-    return [(first, kind in (COPY_IN, SET_VALUE))] if kind in PIPE_OF else []
+        return [("UB", first, False), ("UB", second, True)]
+    if kind not in PIPE_OF:
+        return []
+    touched = [("UB", first, kind in (COPY_IN, SET_VALUE))]
+    if kind in (COPY_IN, COPY_OUT) and second >= 0:
+        touched.append(("GM", second, kind == COPY_OUT))
+    return touched
 
 
 def first_unordered(steps: list[Step]) -> tuple[int, set[int]]:
@@ -79,13 +84,11 @@ def first_unordered(steps: list[Step]) -> tuple[int, set[int]]:
     for index, step in enumerate(steps):
         graph.add(steps, index, matching)
         traps = set()
-        for block, writes in accesses(step):
-            for other in range(index):
-                if other in graph.before[index]:
-                    continue
-                if any(block == b and (writes or w) for b, w in accesses(steps[other])):
+        for space, block, writes in accesses(step):
+            for other in set(range(index)) - graph.before[index]:
+                if any(space == s and block == b and (writes or w) for s, b, w in accesses(steps[other])):
                     pipe, before = PIPE_OF[step[0]], PIPE_OF[steps[other][0]]
-                    traps.add(9 if pipe != before else 11 if pipe == V else 19)
+                    traps.add((9 if space == "UB" else 18) if pipe != before else 11 if pipe == V else 19)
         if traps:
             return index, traps
     return len(steps), {0}
@@ -110,7 +113,7 @@ def programs(draw: st.DrawFn) -> list[Step]:
         elif kind == BARRIER:
             steps.append((BARRIER, draw(st.sampled_from([S, V, V, MTE2, MTE3, ALL])), 0))
         elif kind in PIPE_OF:
-            steps.append((kind, draw(block), draw(block)))
+            steps.append((kind, draw(block), draw(block if kind == VECTOR else st.integers(-1, 1))))
     return [*steps, *((WAIT, event, 0) for event in pending)]
 
 

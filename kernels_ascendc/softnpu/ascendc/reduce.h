@@ -126,7 +126,7 @@ void whole_max(const LocalTensor<T>& dst, const LocalTensor<T>& src, Mask mask, 
   const bool both = order == ReduceOrder::ORDER_VALUE_INDEX || order == ReduceOrder::ORDER_INDEX_VALUE;
   const int64_t unit = both ? 8 : 4;
   Reduction<T, Mask> reduction(emu::Op::WholeReduceMax, dst, src, mask, repeat, dst_stride, unit, block_stride,
-                               repeat_stride, unit, unit, where);
+                               repeat_stride, unit, 8, where);
   float values[kFloatLanes];
   for (int64_t r = 0; r < reduction.repeats; ++r) {
     load_repeat(reduction.core, reduction.src, reduction.lanes, r, 0.0f, values);
@@ -151,6 +151,12 @@ void block_reduce(emu::Op op, const LocalTensor<T>& dst, const LocalTensor<T>& s
                                                      : maximum_of(values, reduction.lanes, 8 * block, 8).value;
     }
     std::memcpy(reduction.target(r, emu::kBlock), results, emu::kBlock);
+    for (int64_t block = 0; block < 8;
+         ++block) {  // what the device stores for a block without a lane is not documented
+      if (reduction.lanes.run(8 * block, 8) == 0) {
+        reduction.core.forget(reduction.dst.offset + r * reduction.step + 4 * block, 4);
+      }
+    }
   }
 }
 

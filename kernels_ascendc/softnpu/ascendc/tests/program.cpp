@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 
-// A kernel that is given as data: accesses of the four pipes to a few blocks of UB, with flags and barriers between
-// them. The tests make random ones and know from a graph of them which access is the first that nothing orders.
+// A kernel that is given as data: accesses of the four pipes to a few blocks of UB and GM, with flags and barriers
+// between them. The tests make random ones and know from a graph of them which access is the first that nothing orders.
 
 #include <array>
 
@@ -34,9 +34,11 @@ void step(Kit& kit, const int32_t* code, int32_t number) {
     case kVector:
       return Adds(block(code[2]), block(code[1]), 1.0f, 8);
     case kCopyIn:
-      return DataCopy(block(code[1]), kit.in, 8);
+      return DataCopy(block(code[1]), code[2] < 0 ? kit.in : kit.out[static_cast<uint64_t>(code[2]) * 8], 8);
     case kCopyOut:
-      return DataCopy(kit.sink[static_cast<uint64_t>(number) * 8], block(code[1]), 8);
+      return DataCopy(
+          code[2] < 0 ? kit.sink[static_cast<uint64_t>(number) * 8] : kit.out[static_cast<uint64_t>(code[2]) * 8],
+          block(code[1]), 8);
     case kGetValue:
       return static_cast<void>(block(code[1]).GetValue(0));
     case kSetValue:
@@ -73,6 +75,7 @@ extern "C" __attribute__((visibility("default"))) int32_t ascendc_program(const 
   const tests::Gm gm{memory[0].data(), memory[1].data(), memory[2].data()};
   Launch launch(1);
   launch.gm(gm.in, sizeof(memory[0]), Access::read, "in");
+  launch.gm(gm.out, sizeof(memory[1]), Access::read_write, "out");
   launch.gm(gm.sink, sizeof(memory[2]), Access::write, "sink");
   int32_t at = 0;
   *trap = 0;

@@ -57,7 +57,8 @@ class Case:
 
     tile: most tokens of a tile (phase 2), 0 for all in one (phase 1). padded_requests, padded_tokens: behind the last
     one. page_gap, row_gap: elements between two pages, and between two staging rows. specials: how many elements of
-    the rows are NaN, infinite or huge.
+    the rows are NaN, infinite or huge. short_list: only so many columns are looked at for tails as a tail has pages, as
+    the executor does it; else twice as many.
     """
 
     kind: str
@@ -75,6 +76,7 @@ class Case:
     row_gap: int = 0
     specials: int = 0
     seed: int = 0
+    short_list: bool = False
 
     @property
     def spec(self) -> PoolSpec:
@@ -83,6 +85,11 @@ class Case:
     @property
     def shape(self) -> TailShape:
         return _shape(self.spec, self.page_rows, max((r.drafts for r in self.requests), default=0))
+
+    @property
+    def list_ids(self) -> int:
+        """Columns of a request's table row, back from its end, that may hold pages of its tail."""
+        return self.shape.tail_pages if self.short_list else self.shape.list_ids
 
     @property
     def tokens(self) -> int:
@@ -343,7 +350,7 @@ class World:
             norm_dtype=case.norm_dtype,
             norm_eps=spec.norm_eps,
         )
-        return compress, TailParams(**both, list_ids=case.shape.list_ids)
+        return compress, TailParams(**both, list_ids=case.list_ids)
 
     def launch(self, library: Kernels) -> None:
         """compress and tail_update, tile by tile. Raises what the library raises."""
@@ -422,7 +429,7 @@ class World:
         for b, request in enumerate(case.requests):
             rows, oldest = self.rows(b)
             last = (request.end - 1) // case.page_rows
-            oldest_column = last - case.shape.list_ids + 1
+            oldest_column = last - case.list_ids + 1
             for position in range(max(request.start, oldest_column * case.page_rows), request.end):
                 if self.table[b, position // case.page_rows] != 0:
                     self.row(pool, b, position)[...] = rows[position - oldest]
@@ -511,4 +518,5 @@ def random_case(rng: np.random.Generator, seed: int) -> Case:
         row_gap=int(rng.choice([0, 0, 16, 512])),
         specials=int(rng.integers(1, 4)) if rng.random() < 0.15 else 0,
         seed=seed,
+        short_list=bool(rng.integers(2)),
     )

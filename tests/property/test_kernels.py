@@ -93,7 +93,7 @@ def test_any_chunking_gives_the_rows_of_one_launch(kernels: Kernels, kind: str, 
     spec, total = KINDS[kind], sum(lengths)
     rng = np.random.default_rng(seed)
     raw, ape = draw(rng, total, spec.row_dim), draw(rng, spec.ratio, spec.half)
-    case = Case(kind, (Request(0, total),), page_rows=PAGE_ROWS[kind][0])
+    case = Case(kind, (Request(0, total),), page_rows=PAGE_ROWS[kind][0], short_list=True)
     nothing = np.zeros((0, spec.row_dim), np.float32)
     whole = run(kernels, case, raw=[raw], history=[nothing], ape=ape)
     start, history, results = 0, nothing, []
@@ -132,7 +132,8 @@ def test_a_batch_gives_each_request_the_rows_it_has_alone(kernels: Kernels, kind
 def test_drafts_may_be_taken_back_to_every_accept_length(kernels: Kernels, kind: str, starts: range) -> None:
     spec, drafts = KINDS[kind], 3
     for start in starts:
-        case = Case(kind, (Request(start, 1 + drafts, drafts),), page_rows=PAGE_ROWS[kind][0], seed=start)
+        request = Request(start, 1 + drafts, drafts)
+        case = Case(kind, (request,), page_rows=PAGE_ROWS[kind][0], seed=start, short_list=True)
         verified = run(kernels, case)
         rows, oldest = verified.rows(0)
         for accepted in range(1, 2 + drafts):
@@ -297,7 +298,7 @@ def test_entries_no_row_needs_are_never_looked_at(kernels: Kernels, kind: str) -
     needed = case.shape.pages(world.need(case.requests[0]))
     last = (case.requests[0].end - 1) // case.page_rows
     world.table[0, : needed.start] = -7
-    world.table[0, needed.stop : last - case.shape.list_ids + 1] = 2**30
+    world.table[0, needed.stop : last - case.list_ids + 1] = 2**30
     world.table[1] = 2**31 - 1
     world.table[3:] = -1
     world.starts[[1, 3, 4]] = -12345

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from afd_dsv4.geometry import InputError
 
 
-
 class Dtype(enum.IntEnum):
     """Element type of staging rows, results and norm weights; bfloat16 travels as its bits in uint16."""
 

@@ -273,7 +273,7 @@ def _why_it_waits(plan: KvPlan, tokens: int, limits: SchedulerLimits, free: int,
     if smaller:
         text += f", or max-num-batched-tokens {smaller:,} or less"
     if state:
-        text += ", or the states out of the KV cache: what the plugin is for, though no server uses it in this release"
+        text += ", or the states out of the KV cache: what the plugin is for"
     return text
 
 

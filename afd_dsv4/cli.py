@@ -10,8 +10,8 @@ Way: `plan` is arithmetic only, `trace` reads one file, `compat` and `doctor` re
 Whatever is wrong with the input, or with the place that the answer goes to, becomes one line on stderr (what, found,
 remedy) and exit status 2. A reader that has left (`| head`) is nobody's mistake: the command ends silently with the
 status that SIGPIPE would give.
-Not here: the arithmetic (`admission.py`, `workspace/sizing.py`), the judgement (`workspace/order.py`), the comparison
-(`compat/check.py`), and the run (`evidence/run.py`), which is imported only when it is asked for.
+Not here: the arithmetic (`plan.py`, `admission.py`, `workspace/sizing.py`), the judgement (`workspace/order.py`), the
+comparison (`compat/check.py`), and the run (`evidence/run.py`), which is imported only when it is asked for.
 """
 
 from __future__ import annotations
@@ -23,29 +23,26 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, TypeVar
 
 from afd_dsv4 import __version__
-from afd_dsv4.admission import GIB, GROUP_NAMES, NULL_BLOCKS, Admission, KvPlan, SchedulerLimits, admit, kv_plan
+from afd_dsv4.admission import GIB, NULL_BLOCKS
 from afd_dsv4.config import DEFAULT_SLOTS, DEFAULT_TILE_TOKENS, LEAST_TILE_TOKENS, Executor
 from afd_dsv4.geometry import (
     DEFAULT_STACK,
     MOST,
     InputError,
     ModelGeometry,
-    PageLayout,
     from_hf_config,
     page_layout,
     preset,
 )
 from afd_dsv4.workspace.chrome import chrome
 from afd_dsv4.workspace.order import Report, check
-from afd_dsv4.workspace.sizing import WorkspaceSizes, size_workspace
 from afd_dsv4.workspace.trace import Recorded, TraceError, load
 
-MIB = 1 << 20
 EXIT_VIOLATIONS = 1
 EXIT_BAD_INPUT = 2
 EXIT_READER_LEFT = 141  # what a shell reports for a command that SIGPIPE ended
@@ -143,25 +140,37 @@ def _parser() -> argparse.ArgumentParser:
         "plan",
         help="blocks a prompt needs, natively and with the plugin, and whether it starts",
         description="Says how many KV blocks a prompt needs on an empty server, natively and with the plugin, whether "
-        "the scheduler starts it, and if not why.",
+        "the scheduler starts it, and if not why. Options that show [,] take a list with commas, and so do --model and "
+        "--block-size: every combination is then a row of one table.",
     )
     plan.add_argument(
-        "--model", required=True, metavar="flash|pro|CONFIG.json", help="preset, or a Hugging Face config"
+        "--model", required=True, type=_models, metavar="flash|pro|CONFIG.json", help="preset, or a Hugging Face config"
     )
-    plan.add_argument("--prompt-tokens", required=True, type=_count, metavar="N", help="tokens of the prompt")
-    plan.add_argument("--max-num-batched-tokens", required=True, type=_count, metavar="N", help="most tokens of a step")
-    plan.add_argument("--block-size", required=True, type=_count, metavar="32|64|128", help="vLLM's --block-size")
+    plan.add_argument(
+        "--prompt-tokens", required=True, type=_list(_count), metavar="N[,N]", help="tokens of the prompt"
+    )
+    plan.add_argument(
+        "--max-num-batched-tokens", required=True, type=_list(_count), metavar="N[,N]", help="most tokens of a step"
+    )
+    plan.add_argument(
+        "--block-size", required=True, type=_list(_count), metavar="32|64|128", help="vLLM's --block-size"
+    )
     memory = plan.add_mutually_exclusive_group()
     memory.add_argument(
         "--free-blocks",
-        type=_count_or_zero,
-        metavar="N",
+        type=_list(_count_or_zero),
+        metavar="N[,N]",
         help="free KV blocks, the same for both sides: num_gpu_blocks of the server's log, less 1",
     )
     memory.add_argument(
-        "--hbm-gib", type=_gib, metavar="X", help="GiB a rank for the KV cache and all that the plugin reserves"
+        "--hbm-gib",
+        type=_list(_gib),
+        metavar="X[,X]",
+        help="GiB a rank for the KV cache and all that the plugin reserves",
     )
-    plan.add_argument("--max-num-seqs", type=_count, default=16, metavar="N", help="vLLM's --max-num-seqs (default 16)")
+    plan.add_argument(
+        "--max-num-seqs", type=_list(_count), default=(16,), metavar="N[,N]", help="vLLM's --max-num-seqs (default 16)"
+    )
     plan.add_argument("--max-model-len", type=_count, metavar="N", help="longest sequence (default: the model's)")
     plan.add_argument(
         "--async-scheduling", action="store_true", help="two batches in flight instead of one, as vLLM does by default"
@@ -182,6 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--stack", default=DEFAULT_STACK, metavar="NAME", help=f"default {DEFAULT_STACK}")
     plan.add_argument("--json", action="store_true", help="machine-readable answer")
+    plan.add_argument("--html", metavar="FILE", help="also write a page with plots; replaced if it exists")
 
     _add_doctor(commands)
 
@@ -318,38 +328,49 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    geometry = _model(options.model)
-    geometry.check_stock_operator()
-    layout = page_layout(options.stack, options.block_size)
-    longest = options.max_model_len or geometry.max_position_embeddings
-    if longest > geometry.max_position_embeddings:
-        raise InputError(
-            "max-model-len", f"{longest}, {geometry.name} ends at {geometry.max_position_embeddings}", "lower it"
+    from afd_dsv4 import plan
+
+    models = [_model(wanted) for wanted in options.model]
+    for geometry in models:
+        geometry.check_stock_operator()
+    layouts = [page_layout(options.stack, size) for size in options.block_size]
+    lists = (
+        models,
+        layouts,
+        options.max_num_seqs,
+        options.hbm_gib or (None,),
+        options.free_blocks or (None,),
+        options.prompt_tokens,
+        options.max_num_batched_tokens,
+    )
+    questions = [
+        plan.Question(
+            geometry=geometry,
+            layout=layout,
+            stack=options.stack,
+            prompt_tokens=prompt,
+            max_num_batched_tokens=batch,
+            max_num_seqs=seqs,
+            max_model_len=options.max_model_len or geometry.max_position_embeddings,
+            async_scheduling=options.async_scheduling,
+            slots=options.slots,
+            executor=options.executor,
+            tile_tokens=options.tile_tokens if options.executor == Executor.AFD.value else None,
+            free_blocks=free,
+            hbm_gib=hbm,
         )
-    limits = SchedulerLimits(
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_model_len=longest,
-        max_num_seqs=options.max_num_seqs,
-        batches_in_flight=2 if options.async_scheduling else 1,
-    )
-    sizes = size_workspace(
-        geometry,
-        layout,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        slots=options.slots,
-        tile_tokens=options.tile_tokens if options.executor == Executor.AFD.value else None,
-    )
-    plans = {"native": kv_plan(geometry, layout, plugin=False), "plugin": kv_plan(geometry, layout, plugin=True)}
-    answers = {
-        side: admit(plan, options.prompt_tokens, limits, _free(side, plan, options, sizes))
-        for side, plan in plans.items()
-    }
-    if options.json:
-        text = json.dumps(_as_json(options, geometry, limits, sizes, plans, answers), indent=2)
+        for geometry, layout, seqs, hbm, free, prompt, batch in plan.combinations(*lists)
+    ]
+    answers = plan.sweep(questions)
+    command = ["afd-dsv4", *options.argv]
+    if options.html is not None:
+        from afd_dsv4.plan_page import page
+
+        _write(options.html, page(plan.document(answers, command)), option="html")
+    if len(answers) > 1:
+        _answer(json.dumps(plan.document(answers, command), indent=2) if options.json else plan.as_table(answers))
     else:
-        text = _as_text(options, geometry, layout, limits, sizes, plans, answers)
-    _answer(text)
+        _answer(json.dumps(plan.as_json(answers[0]), indent=2) if options.json else plan.as_text(answers[0]))
     return 0
 
 
@@ -396,12 +417,12 @@ def _kernels(options: argparse.Namespace) -> int:
     return status
 
 
-def _write(name: str, text: str) -> None:
+def _write(name: str, text: str, option: str = "out") -> None:
     try:
         Path(name).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or error
-        raise InputError("out", f"cannot write {name!r} ({reason})", "choose another file") from None
+        raise InputError(option, f"cannot write {name!r} ({reason})", "choose another file") from None
 
 
 def _recorded(name: str) -> Recorded:
@@ -422,23 +443,6 @@ def _report_as_json(report: Report, recorded: Recorded) -> dict[str, Any]:
     for violation, found in zip(document["violations"], report.violations, strict=True):
         violation |= {"kind": found.kind.name.lower(), "text": str(found)}
     return {**document, "about": recorded.header.about}
-
-
-def _free(side: str, plan: KvPlan, options: argparse.Namespace, sizes: WorkspaceSizes) -> int | None:
-    if options.hbm_gib is None:
-        return None if options.free_blocks is None else int(options.free_blocks)
-    budget = int(options.hbm_gib * GIB)
-    reserved = sizes.device_bytes if side == "plugin" else 0
-    try:
-        return plan.free_blocks(budget - reserved)
-    except InputError:
-        least = reserved + 2 * plan.block_bytes
-        raise InputError(
-            "HBM budget",
-            f"{options.hbm_gib:g} GiB leave {max(budget - reserved, 0):,} bytes for the KV cache ({side} side, "
-            f"{reserved:,} bytes reserved), not two blocks of {plan.block_bytes:,}",
-            f"offer more than {least / GIB:.2f} GiB, or lower --max-num-seqs",
-        ) from None
 
 
 def _model(wanted: str) -> ModelGeometry:
@@ -474,113 +478,17 @@ def _model(wanted: str) -> ModelGeometry:
     return from_hf_config(config, path.name)
 
 
-def _as_json(
-    options: argparse.Namespace,
-    geometry: ModelGeometry,
-    limits: SchedulerLimits,
-    sizes: WorkspaceSizes,
-    plans: dict[str, KvPlan],
-    answers: dict[str, Admission],
-) -> dict[str, Any]:
-    document: dict[str, Any] = {
-        "stack": options.stack,
-        "model": geometry.name,
-        "prompt_tokens": options.prompt_tokens,
-        "block_size": options.block_size,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
-        "max_in_flight_tokens": limits.max_in_flight_tokens,
-        "max_model_len": limits.max_model_len,
-        "max_num_seqs": limits.max_num_seqs,
-    }
-    for side, answer in answers.items():
-        document[side] = {
-            "blocks_needed": answer.blocks_needed,
-            "by_group": answer.by_group,
-            "first_chunk_blocks": sum(answer.first_chunk.values()),
-            "first_chunk_by_group": answer.first_chunk,
-            "free_blocks": answer.free_blocks,
-            "block_bytes": plans[side].block_bytes,
-            "admitted": answer.admitted,
-            "reason": answer.reason,
-        }
-    document["plugin"] |= {
-        "tail_bytes_per_request": sizes.tail_bytes_per_request,
-        "tail_bytes": sizes.tail_bytes,
-        "executor": options.executor,
-        "slots": sizes.slots,
-        "slot_bytes": sizes.slot_bytes,
-        "reserved_bytes": sizes.device_bytes,
-        "host_bytes": sizes.host_bytes,
-    }
-    return document
+_Value = TypeVar("_Value")
 
 
-def _as_text(
-    options: argparse.Namespace,
-    geometry: ModelGeometry,
-    layout: PageLayout,
-    limits: SchedulerLimits,
-    sizes: WorkspaceSizes,
-    plans: dict[str, KvPlan],
-    answers: dict[str, Admission],
-) -> str:
-    native, plugin = answers["native"], answers["plugin"]
-    rows = [("KV blocks for", "native", "plugin")]
-    rows += [(name, f"{native.by_group[name]:,}", f"{plugin.by_group[name]:,}") for name in GROUP_NAMES]
-    rows += [
-        ("whole prompt", f"{native.blocks_needed:,}", f"{plugin.blocks_needed:,}"),
-        ("first chunk", f"{sum(native.first_chunk.values()):,}", f"{sum(plugin.first_chunk.values()):,}"),
-        ("free", _shown(native.free_blocks), _shown(plugin.free_blocks)),
-        ("admitted", _shown(native.admitted), _shown(plugin.admitted)),
-    ]
-    kinds = ", ".join(
-        f"{len(geometry.layers_of(kind))} {kind.value} ({geometry.row_bytes(kind):,} B a row, "
-        f"{layout.page_rows(kind)} rows a page)"
-        for kind in dict.fromkeys(compressor.kind for compressor in geometry.compressors)
-    )
-    request = (
-        f"{geometry.name} on {options.stack}, block size {options.block_size}: {options.prompt_tokens:,} prompt "
-        f"tokens, {limits.max_num_batched_tokens:,} tokens a step, {limits.batches_in_flight} in flight, "
-        f"longest sequence {limits.max_model_len:,}"
-    )
-    rest = sizes.device_bytes - sizes.tail_bytes - sizes.slots * sizes.slot_bytes
-    reserved = (
-        f"The plugin reserves {sizes.device_bytes / MIB:,.1f} MiB ({sizes.device_bytes:,} B): "
-        f"tails {sizes.tail_bytes:,} (null pages and {limits.max_num_seqs} requests of "
-        f"{sizes.tail_bytes_per_request:,}), "
-        f"{sizes.slots} workspace slots of {sizes.slot_bytes:,} for the {options.executor} executor, and {rest:,} for "
-        f"forwards without requests."
-    )
-    scope = (
-        "For one fresh prompt on an empty server: no draft layers, prefix hits, KV connector or context parallelism. "
-        "The plugin's column is what it would need; it is not wired into a server in this release."
-    )
-    if limits.batches_in_flight == 1:
-        scope += (
-            " Synchronous scheduling; if the server schedules asynchronously (vLLM's default), add --async-scheduling."
-        )
-    if options.free_blocks is not None:
-        reserved += " With --free-blocks this is not taken from the plugin's blocks."
-    return "\n".join(
-        [
-            request,
-            scope,
-            f"compressors: {kinds}",
-            "",
-            *(f"  {name:<14}{left:>12}{right:>12}" for name, left, right in rows),
-            "",
-            f"One block: native {plans['native'].block_bytes:,} B, plugin {plans['plugin'].block_bytes:,} B.",
-            reserved,
-            f"native: {native.reason}.",
-            f"plugin: {plugin.reason}.",
-        ]
-    )
+def _list(one: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:
+    """Values with commas between them, each once."""
+    return lambda text: tuple(dict.fromkeys(one(part) for part in text.split(",")))
 
 
-def _shown(value: int | None) -> str:
-    if value is None:
-        return "?"
-    return ("yes" if value else "no") if isinstance(value, bool) else f"{value:,}"
+def _models(text: str) -> tuple[str, ...]:
+    """The same for models; a file whose name has a comma is one."""
+    return (text,) if os.path.exists(text) else _list(str)(text)  # noqa: PTH110 - a NUL in it is no error
 
 
 def _count(text: str) -> int:

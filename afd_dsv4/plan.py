@@ -1,0 +1,526 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""`afd-dsv4 plan`: what prompts need, natively and with the plugin, over any lists of settings.
+
+Problem: one answer says that a prompt waits; it does not say how far away from starting it is, which setting would move
+it how much, or what stands in the way next once the compressor state is gone.
+Way: a `Question` is one combination of settings. `answer` asks `admission` and `workspace/sizing.py` for both sides and
+searches what follows from them: the largest chunk with which the prompt still starts, how many such prompts fit at
+once, and the KV groups that limit both. `sweep` does so for every combination, `document` is the whole as JSON.
+Not here: any formula about blocks (`admission.py`), pages (`plan_page.py`), options (`cli.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final
+
+from afd_dsv4.admission import (
+    GIB,
+    GROUP_NAMES,
+    STATE_GROUPS,
+    Admission,
+    KvGroup,
+    KvPlan,
+    SchedulerLimits,
+    admit,
+    kv_plan,
+)
+from afd_dsv4.geometry import InputError, ModelGeometry, PageLayout
+from afd_dsv4.workspace.sizing import WorkspaceSizes, size_workspace
+
+MIB = 1 << 20
+MOST_COMBINATIONS: Final = 1000
+SIDES: Final = ("native", "plugin")
+MAX_NUM_SEQS: Final = "max_num_seqs"  # what limits requests where blocks do not
+LEAST_CURVE: Final = 1024  # tokens of the smallest chunk of a curve that nobody asked for
+
+GROUP_WORDS: Final = {
+    "c4_mla": "compressed rows of C4 layers",
+    "c128_mla": "compressed rows of C128 layers",
+    "swa": "the sliding-window groups",
+    "c4_state": "C4 compressor state",
+    "c128_state": "C128 compressor state",
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """One combination of settings.
+
+    Attributes:
+        geometry: the model.
+        layout: page sizes of the stack for the block size.
+        stack: its name.
+        prompt_tokens: tokens of the prompt.
+        max_num_batched_tokens: most tokens of a step, which is the chunk of a long prompt.
+        max_num_seqs: most requests at once; what the plugin reserves for.
+        max_model_len: longest sequence.
+        async_scheduling: two batches in flight instead of one.
+        slots: workspace slots.
+        executor: what compresses.
+        tile_tokens: tokens that it stages at once, None where it stages none.
+        free_blocks: free KV blocks of both sides, None where not given.
+        hbm_gib: memory of the KV cache and the plugin together, None where not given.
+    """
+
+    geometry: ModelGeometry
+    layout: PageLayout
+    stack: str
+    prompt_tokens: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    async_scheduling: bool
+    slots: int
+    executor: str
+    tile_tokens: int | None
+    free_blocks: int | None = None
+    hbm_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        most = self.geometry.max_position_embeddings
+        if self.max_model_len > most:
+            raise InputError("max-model-len", f"{self.max_model_len}, {self.geometry.name} ends at {most}", "lower it")
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        """Settings of the scheduler."""
+        return SchedulerLimits(
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            batches_in_flight=2 if self.async_scheduling else 1,
+        )
+
+    @cached_property
+    def sizes(self) -> WorkspaceSizes:
+        """What the plugin takes."""
+        return size_workspace(
+            self.geometry,
+            self.layout,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            slots=self.slots,
+            tile_tokens=self.tile_tokens,
+        )
+
+    def plan(self, side: str) -> KvPlan:
+        """The KV groups of a side."""
+        return kv_plan(self.geometry, self.layout, plugin=side == "plugin")
+
+    def free(self, side: str, plan: KvPlan) -> int | None:
+        """Blocks that a side can hand out, None where no memory was given.
+
+        Raises:
+            InputError: the memory holds not even two blocks beside what the plugin reserves.
+        """
+        if self.hbm_gib is None:
+            return self.free_blocks
+        budget = int(self.hbm_gib * GIB)
+        reserved = self.sizes.device_bytes if side == "plugin" else 0
+        try:
+            return plan.free_blocks(budget - reserved)
+        except InputError:
+            least = reserved + 2 * plan.block_bytes
+            raise InputError(
+                "HBM budget",
+                f"{self.hbm_gib:g} GiB leave {max(budget - reserved, 0):,} bytes for the KV cache ({side} side, "
+                f"{reserved:,} bytes reserved), not two blocks of {plan.block_bytes:,}",
+                f"offer more than {least / GIB:.2f} GiB, or lower --max-num-seqs",
+            ) from None
+
+
+@dataclass(frozen=True)
+class Side:
+    """The answer for one side.
+
+    Attributes:
+        admission: what the scheduler does, and why.
+        block_bytes: bytes of one block.
+        largest_chunk: most tokens of a step with which the prompt starts, at most the prompt; 0 if with none, None if
+            the memory is not known.
+        requests: such prompts that are there at once, each prefilled when the others are; None if not known.
+        resident: blocks that a prefilled prompt keeps, by kind of group.
+    """
+
+    admission: Admission
+    block_bytes: int
+    largest_chunk: int | None
+    requests: int | None
+    resident: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Both sides of one question, or why there is no answer."""
+
+    question: Question
+    sides: dict[str, Side]
+    refused: str | None = None
+
+
+def answer(question: Question) -> Answer:
+    """Ask for both sides.
+
+    Raises:
+        InputError: a prompt longer than the model, or memory that holds nothing.
+    """
+    sides = {}
+    for side in SIDES:
+        plan = question.plan(side)
+        free = question.free(side, plan)
+        found = admit(plan, question.prompt_tokens, question.limits, free)
+        resident = {group.name: kept(group, question.prompt_tokens) for group in plan.groups}
+        sides[side] = Side(
+            admission=found,
+            block_bytes=plan.block_bytes,
+            largest_chunk=None if free is None else _largest_chunk(question, side, plan),
+            requests=None if free is None else _requests(found, sum(resident.values()), question.max_num_seqs),
+            resident={name: resident.get(name, 0) for name in GROUP_NAMES},
+        )
+    return Answer(question, sides)
+
+
+def kept(group: KvGroup, tokens: int) -> int:
+    """Blocks of a kind of group that a request keeps once this many tokens are computed.
+
+    What lies wholly before the window is freed (vLLM `SlidingWindowManager.get_num_skipped_tokens`).
+    """
+    if group.window is None:
+        return group.blocks(tokens)
+    gone = max(0, tokens - group.window + 1) // group.block_rows
+    return group.blocks(tokens) - group.count * gone
+
+
+def _largest_chunk(question: Question, side: str, plan: KvPlan) -> int:
+    def starts(chunk: int) -> bool:
+        tried = replace(question, max_num_batched_tokens=chunk)
+        try:
+            free = tried.free(side, plan)
+        except InputError:  # at this chunk the plugin reserves all there is
+            return False
+        return free is not None and sum(plan.whole_prompt(question.prompt_tokens, tried.limits).values()) <= free
+
+    return _largest(starts, question.prompt_tokens)
+
+
+def _largest(good: Callable[[int], bool], most: int) -> int:
+    """The largest number from 1 to `most` that is good, 0 if none is. The smaller ones of a good number are good."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if good(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _requests(found: Admission, resident: int, most: int) -> int:
+    """The last of them needs its whole prompt free while the others keep what they keep."""
+    left = (found.free_blocks or 0) - found.blocks_needed
+    return 0 if left < 0 else min(most, 1 + left // max(resident, 1))
+
+
+def sweep(questions: Sequence[Question]) -> list[Answer]:
+    """Answer every question; one that has no answer says so in its place.
+
+    Raises:
+        InputError: none of them has an answer.
+    """
+    answers, first = [], None
+    for question in questions:
+        try:
+            answers.append(answer(question))
+        except InputError as error:
+            first = first or error
+            answers.append(Answer(question, {}, str(error)))
+    if first and all(entry.refused for entry in answers):
+        raise first
+    return answers
+
+
+def combinations(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """One of each list, in every way.
+
+    Raises:
+        InputError: more than `MOST_COMBINATIONS`.
+    """
+    count = math.prod(map(len, lists))
+    if count > MOST_COMBINATIONS:
+        raise InputError("plan", f"the lists give {count:,} combinations", f"ask for at most {MOST_COMBINATIONS:,}")
+    return list(itertools.product(*lists))
+
+
+def as_json(entry: Answer) -> dict[str, Any]:
+    """One answer as `plan --json` prints it."""
+    question, limits, sizes = entry.question, entry.question.limits, entry.question.sizes
+    found: dict[str, Any] = {
+        "stack": question.stack,
+        "model": question.geometry.name,
+        "prompt_tokens": question.prompt_tokens,
+        "block_size": question.layout.block_size,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "max_in_flight_tokens": limits.max_in_flight_tokens,
+        "max_model_len": limits.max_model_len,
+        "max_num_seqs": limits.max_num_seqs,
+    }
+    for name, side in entry.sides.items():
+        admission = side.admission
+        found[name] = {
+            "blocks_needed": admission.blocks_needed,
+            "by_group": admission.by_group,
+            "first_chunk_blocks": sum(admission.first_chunk.values()),
+            "first_chunk_by_group": admission.first_chunk,
+            "free_blocks": admission.free_blocks,
+            "block_bytes": side.block_bytes,
+            "admitted": admission.admitted,
+            "reason": admission.reason,
+        }
+    if entry.sides:
+        found["plugin"] |= {
+            "tail_bytes_per_request": sizes.tail_bytes_per_request,
+            "tail_bytes": sizes.tail_bytes,
+            "executor": question.executor,
+            "slots": sizes.slots,
+            "slot_bytes": sizes.slot_bytes,
+            "reserved_bytes": sizes.device_bytes,
+            "host_bytes": sizes.host_bytes,
+        }
+    return found
+
+
+def document(answers: Sequence[Answer], command: Sequence[str]) -> dict[str, Any]:
+    """A sweep as JSON; what the page shows, and no more."""
+    return {
+        "command": list(command),
+        "answers": [_wide(entry) for entry in answers],
+        "curves": [_curve(group) for group in _by_chunk(answers)],
+    }
+
+
+def _wide(entry: Answer) -> dict[str, Any]:
+    question = entry.question
+    found = as_json(entry) | {"free_blocks": question.free_blocks, "hbm_gib": question.hbm_gib}
+    if entry.refused:
+        return found | {"refused": entry.refused}
+    for name, side in entry.sides.items():
+        needed = side.admission.blocks_needed
+        reserved = question.sizes.device_bytes if name == "plugin" else 0
+        found[name] |= {
+            "needed_bytes": needed * side.block_bytes + reserved,
+            "kv_bytes": needed * side.block_bytes,
+            "largest_chunk": side.largest_chunk,
+            "requests_at_once": side.requests,
+            "resident_blocks": sum(side.resident.values()),
+            "resident_by_group": side.resident,
+            "start_limited_by": most_of(side.admission.by_group),
+            "requests_limited_by": MAX_NUM_SEQS
+            if side.requests == question.max_num_seqs
+            else most_of(side.resident if side.requests else side.admission.by_group),
+        }
+    return found
+
+
+def most_of(by_group: dict[str, int]) -> str:
+    """The kind of group with the most blocks."""
+    return max(by_group, key=lambda name: by_group[name])
+
+
+def facet(entry: Answer) -> tuple[Any, ...]:
+    """What answers of one picture have in common: everything but prompt and chunk."""
+    question = entry.question
+    return (
+        question.geometry.name,
+        question.layout.block_size,
+        question.max_num_seqs,
+        question.hbm_gib,
+        question.free_blocks,
+    )
+
+
+def _by_chunk(answers: Sequence[Answer]) -> list[list[Answer]]:
+    groups: dict[tuple[Any, ...], list[Answer]] = {}
+    for entry in answers:
+        if not entry.refused:
+            groups.setdefault((facet(entry), entry.question.prompt_tokens), []).append(entry)
+    return list(groups.values())
+
+
+def _curve(group: Sequence[Answer]) -> dict[str, Any]:
+    """Blocks over chunk sizes: those asked for, or, if that is one, the powers of two up to the prompt as well."""
+    question = group[0].question
+    asked = {entry.question.max_num_batched_tokens for entry in group}
+    if len(asked) == 1:
+        asked |= {1 << power for power in range(LEAST_CURVE.bit_length() - 1, question.prompt_tokens.bit_length())}
+        asked.add(question.prompt_tokens)
+    chunks = sorted(asked)
+    found: dict[str, Any] = {
+        "model": question.geometry.name,
+        "block_size": question.layout.block_size,
+        "max_num_seqs": question.max_num_seqs,
+        "free_blocks": question.free_blocks,
+        "hbm_gib": question.hbm_gib,
+        "prompt_tokens": question.prompt_tokens,
+        "chunks": chunks,
+    }
+    for side in SIDES:
+        plan = question.plan(side)
+        needed, free = [], []
+        for chunk in chunks:
+            tried = replace(question, max_num_batched_tokens=chunk)
+            needed.append(sum(plan.whole_prompt(question.prompt_tokens, tried.limits).values()))
+            try:
+                free.append(tried.free(side, plan))
+            except InputError:
+                free.append(0)
+        found[side] = {"blocks_needed": needed, "free_blocks": free}
+    return found
+
+
+def as_table(answers: Sequence[Answer]) -> str:
+    """A sweep for the terminal: settings that vary as columns, the others above."""
+    columns: list[tuple[str, Callable[[Question], str]]] = [
+        ("model", lambda q: q.geometry.name),
+        ("block size", lambda q: str(q.layout.block_size)),
+        ("max-num-seqs", lambda q: f"{q.max_num_seqs:,}"),
+        ("memory", memory),
+        ("prompt", lambda q: f"{q.prompt_tokens:,}"),
+        ("chunk", lambda q: f"{q.max_num_batched_tokens:,}"),
+    ]
+    shown = [column for column in columns if len({column[1](entry.question) for entry in answers}) > 1]
+    fixed = [f"{name} {of(answers[0].question)}" for name, of in columns if (name, of) not in shown]
+    sides = [f"{side} {what}" for side in SIDES for what in ("blocks", "free", "starts", "largest chunk", "at once")]
+    rows = [[name for name, _ in shown] + sides]
+    notes = []
+    for entry in answers:
+        row = [of(entry.question) for _, of in shown]
+        if entry.refused:
+            notes.append(f"{', '.join(row)}: {entry.refused}")
+            row += ["-"] * len(sides)
+        for side in entry.sides.values():
+            found = side.admission
+            row += [
+                f"{found.blocks_needed:,}",
+                known(found.free_blocks),
+                known(found.admitted),
+                known(side.largest_chunk),
+                known(side.requests),
+            ]
+        rows.append(row)
+    heads = [cell.split(" ", 1) if cell in sides else ["", cell] for cell in rows[0]]
+    rows[:1] = [[head[0] for head in heads], [head[1] for head in heads]]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(heads))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    last = answers[-1]
+    ends = [f"{side} next limit: {text}." for side, text in next_limits(answers).items()]
+    return "\n".join([f"{', '.join(fixed)} on {last.question.stack}", "", *lines, "", *notes, *ends])
+
+
+def limited_by(by_group: dict[str, int]) -> tuple[str, int]:
+    """What takes the most blocks, in words, and how many.
+
+    Compressor state is one thing to whoever looks for a remedy, though it is two kinds of groups.
+    """
+    state = sum(by_group[group] for group in STATE_GROUPS)
+    rest = {group: blocks for group, blocks in by_group.items() if group not in STATE_GROUPS}
+    if state > max(rest.values()):
+        return "compressor state (c4_state and c128_state)", state
+    group = most_of(rest)
+    return f"{GROUP_WORDS[group]} ({group})", rest[group]
+
+
+def next_limits(answers: Sequence[Answer]) -> dict[str, str]:
+    """What stands in the way next on each side, in words, taken from the answer that needs the most blocks natively."""
+    entry = max((e for e in answers if not e.refused), key=lambda e: e.sides["native"].admission.blocks_needed)
+    found = {}
+    for name, side in entry.sides.items():
+        what, blocks = limited_by(side.admission.by_group)
+        total = side.admission.blocks_needed
+        keeps = most_of(side.resident)
+        asked = entry.question
+        found[name] = (
+            f"{what} with {blocks:,} of {total:,} blocks of a prompt of {asked.prompt_tokens:,} tokens in "
+            f"chunks of {asked.max_num_batched_tokens:,}; once it is prefilled, {GROUP_WORDS[keeps]} ({keeps}) "
+            f"with {side.resident[keeps]:,} of {sum(side.resident.values()):,}"
+        )
+    return found
+
+
+def memory(question: Question) -> str:
+    """The memory that was given, in words."""
+    if question.hbm_gib is not None:
+        return f"{question.hbm_gib:g} GiB"
+    return "not given" if question.free_blocks is None else f"{question.free_blocks:,} free blocks"
+
+
+def known(value: int | None) -> str:
+    """A number or a truth, for people."""
+    if value is None:
+        return "?"
+    return ("yes" if value else "no") if isinstance(value, bool) else f"{value:,}"
+
+
+def as_text(entry: Answer) -> str:
+    """One answer for the terminal."""
+    question, limits, sizes = entry.question, entry.question.limits, entry.question.sizes
+    geometry, layout = question.geometry, question.layout
+    native, plugin = (entry.sides[side].admission for side in SIDES)
+    rows = [("KV blocks for", "native", "plugin")]
+    rows += [(name, f"{native.by_group[name]:,}", f"{plugin.by_group[name]:,}") for name in GROUP_NAMES]
+    rows += [
+        ("whole prompt", f"{native.blocks_needed:,}", f"{plugin.blocks_needed:,}"),
+        ("first chunk", f"{sum(native.first_chunk.values()):,}", f"{sum(plugin.first_chunk.values()):,}"),
+        ("free", known(native.free_blocks), known(plugin.free_blocks)),
+        ("admitted", known(native.admitted), known(plugin.admitted)),
+    ]
+    kinds = ", ".join(
+        f"{len(geometry.layers_of(kind))} {kind.value} ({geometry.row_bytes(kind):,} B a row, "
+        f"{layout.page_rows(kind)} rows a page)"
+        for kind in dict.fromkeys(compressor.kind for compressor in geometry.compressors)
+    )
+    request = (
+        f"{geometry.name} on {question.stack}, block size {layout.block_size}: {question.prompt_tokens:,} prompt "
+        f"tokens, {limits.max_num_batched_tokens:,} tokens a step, {limits.batches_in_flight} in flight, "
+        f"longest sequence {limits.max_model_len:,}"
+    )
+    rest = sizes.device_bytes - sizes.tail_bytes - sizes.slots * sizes.slot_bytes
+    reserved = (
+        f"The plugin reserves {sizes.device_bytes / MIB:,.1f} MiB ({sizes.device_bytes:,} B): "
+        f"tails {sizes.tail_bytes:,} (null pages and {limits.max_num_seqs} requests of "
+        f"{sizes.tail_bytes_per_request:,}), "
+        f"{sizes.slots} workspace slots of {sizes.slot_bytes:,} for the {question.executor} executor, and {rest:,} for "
+        f"forwards without requests."
+    )
+    scope = SCOPE
+    if limits.batches_in_flight == 1:
+        scope += (
+            " Synchronous scheduling; if the server schedules asynchronously (vLLM's default), add --async-scheduling."
+        )
+    if question.free_blocks is not None:
+        reserved += " With --free-blocks this is not taken from the plugin's blocks."
+    return "\n".join(
+        [
+            request,
+            scope,
+            f"compressors: {kinds}",
+            "",
+            *(f"  {name:<14}{left:>12}{right:>12}" for name, left, right in rows),
+            "",
+            "One block: " + ", ".join(f"{name} {side.block_bytes:,} B" for name, side in entry.sides.items()) + ".",
+            reserved,
+            f"native: {native.reason}.",
+            f"plugin: {plugin.reason}.",
+        ]
+    )
+
+
+SCOPE: Final = (
+    "For one fresh prompt on an empty server: no draft layers, prefix hits, KV connector or context parallelism. "
+    "The plugin's column is what a server needs in which the plugin works."
+)

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""The page of `afd-dsv4 plan --html`: a plan's document drawn, native beside plugin.
+
+A pure function of `plan.document`: every figure is one of the document's, which the page carries along. Settings that
+change the memory make a part of their own; within one, prompts are bars and chunk sizes an axis. What is left out of
+the pictures, because there would be too many, is in the tables.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from afd_dsv4.admission import GROUP_NAMES
+from afd_dsv4.page import Bar, Html, Line, bars, chart, data, document, folded, lines, section, size, table, tag
+from afd_dsv4.plan import GROUP_WORDS, MAX_NUM_SEQS, SCOPE, SIDES, limited_by
+
+MOST_PARTS: Final = 12
+MOST_PROMPTS: Final = 6
+_Entry = Mapping[str, Any]
+
+
+def page(plan: Mapping[str, Any]) -> str:
+    """The page.
+
+    Args:
+        plan: as of `plan.document`.
+    """
+    parts: dict[tuple[Any, ...], list[int]] = {}
+    for number, entry in enumerate(plan["answers"]):
+        parts.setdefault(_settings(entry), []).append(number)
+    drawn = list(parts.values())[:MOST_PARTS]
+    body = [_in_short(plan), _all(plan)]
+    body += [_part(plan, f"part{number}", numbers) for number, numbers in enumerate(drawn, start=1)]
+    if len(parts) > len(drawn):
+        left = len(parts) - len(drawn)
+        body.append(tag("p", f"{left} more combinations of model, block size, requests and memory are in the table."))
+    body.append(
+        section(
+            "how",
+            "How to read it",
+            tag("p", SCOPE),
+            tag(
+                "p",
+                "A prompt starts when all blocks of the whole prompt are free at once, whatever the first chunk takes. "
+                "The largest chunk is the most tokens of a step with which it still starts, at most the prompt. "
+                "Requests at once are prompts of that length, each prefilled while the others keep what a prefilled "
+                "prompt keeps; tokens that they generate are not counted. Source of every figure: plan (arithmetic).",
+            ),
+            tag("pre", tag("code", shlex.join(plan["command"]))),
+        )
+    )
+    lead = tag("p", "KV blocks that DeepSeek-V4 prompts need, natively and with the plugin, and what limits them next.")
+    return document("afd-dsv4 plan", lead, body, plan)
+
+
+def _settings(entry: _Entry) -> tuple[Any, ...]:
+    return tuple(entry[key] for key in ("model", "block_size", "max_num_seqs", "hbm_gib", "free_blocks"))
+
+
+def _memory(entry: _Entry) -> str:
+    if entry["hbm_gib"] is not None:
+        return f"{entry['hbm_gib']:g} GiB"
+    return "memory not given" if entry["free_blocks"] is None else f"{entry['free_blocks']:,} free blocks"
+
+
+def _figure(value: Any, path: str) -> Html:
+    if value is None:
+        return data(None, "not known", path)
+    text = ("yes" if value else "no") if isinstance(value, bool) else f"{value:,}"
+    return data(value, text, path)
+
+
+def _in_short(plan: Mapping[str, Any]) -> Html:
+    """The answer that needs the most natively, in words: that is where a limit is met first."""
+    answered = [number for number, entry in enumerate(plan["answers"]) if "refused" not in entry]
+    number = max(answered, key=lambda at: plan["answers"][at]["native"]["blocks_needed"])
+    entry = plan["answers"][number]
+    words = []
+    for side in SIDES:
+        found, path = entry[side], f"answers.{number}.{side}"
+        what, blocks = limited_by(found["by_group"])
+        keeps = max(found["resident_by_group"], key=lambda name: found["resident_by_group"][name])
+        words += [
+            tag("dt", side),
+            tag(
+                "dd",
+                tag("p", f"{found['reason'][:1].upper()}{found['reason'][1:]}."),
+                tag(
+                    "p",
+                    tag("strong", "Next limit: "),
+                    f"{what} with {blocks:,} of ",
+                    _figure(found["blocks_needed"], f"{path}.blocks_needed"),
+                    f" blocks. Once the prompt is prefilled, {GROUP_WORDS[keeps]} with ",
+                    _figure(found["resident_by_group"][keeps], f"{path}.resident_by_group.{keeps}"),
+                    " of ",
+                    _figure(found["resident_blocks"], f"{path}.resident_blocks"),
+                    " that it keeps.",
+                ),
+            ),
+        ]
+    about = (
+        f"{entry['model']} on {entry['stack']}, block size {entry['block_size']}, {_memory(entry)}, "
+        f"{entry['max_num_seqs']:,} requests: a prompt of {entry['prompt_tokens']:,} tokens in chunks of "
+        f"{entry['max_num_batched_tokens']:,}."
+    )
+    return section("short", "In short", tag("p", about), tag("dl", *words))
+
+
+def _all(plan: Mapping[str, Any]) -> Html:
+    head = ["model, block size, requests, memory", "prompt", "chunk"]
+    columns = {
+        "blocks needed": "blocks_needed",
+        "free": "free_blocks",
+        "starts": "admitted",
+        "largest chunk": "largest_chunk",
+        "at once": "requests_at_once",
+        "limited by": "requests_limited_by",
+    }
+    head += [f"{side}: {column}" for side in SIDES for column in columns]
+    rows, refused = [], []
+    for number, entry in enumerate(plan["answers"]):
+        path = f"answers.{number}"
+        row: list[object] = [_heading(entry)]
+        row += [_figure(entry[key], f"{path}.{key}") for key in ("prompt_tokens", "max_num_batched_tokens")]
+        for side in SIDES:
+            for key in columns.values():
+                if "refused" in entry:
+                    row.append("-")
+                elif key == "requests_limited_by":
+                    row.append(data(entry[side][key], entry[side][key], f"{path}.{side}.{key}"))
+                else:
+                    row.append(_figure(entry[side][key], f"{path}.{side}.{key}"))
+        if "refused" in entry:
+            refused.append(
+                tag("li", f"{_heading(entry)}, chunk {entry['max_num_batched_tokens']:,}: {entry['refused']}")
+            )
+        rows.append(row)
+    notes = [folded(f"{len(refused)} without an answer", tag("ul", *refused))] if refused else []
+    return section("all", "All answers", table("Every combination that was asked for", head, rows), *notes)
+
+
+def _heading(entry: _Entry) -> str:
+    return f"{entry['model']}, {entry['block_size']}, {entry['max_num_seqs']:,}, {_memory(entry)}"
+
+
+def _part(plan: Mapping[str, Any], name: str, numbers: Sequence[int]) -> Html:
+    """One setting of the memory."""
+    entries = plan["answers"]
+    settings = _settings(entries[numbers[0]])
+    heading = f"{settings[0]}, block size {settings[1]}, {settings[2]:,} requests, {_memory(entries[numbers[0]])}"
+    largest: dict[int, int] = {}  # by prompt, the answer with the largest chunk
+    for number in numbers:
+        entry = entries[number]
+        if "refused" not in entry:
+            known = largest.get(entry["prompt_tokens"])
+            if known is None or entry["max_num_batched_tokens"] >= entries[known]["max_num_batched_tokens"]:
+                largest[entry["prompt_tokens"]] = number
+    if not largest:
+        return section(name, heading, tag("p", "No answer: the memory holds nothing; see above."))
+    shown = list(largest.values())[:MOST_PROMPTS]
+    figures = [_blocks(plan, name, shown), _bytes(plan, name, shown)]
+    if entries[shown[0]]["native"]["largest_chunk"] is not None:
+        figures += [
+            _pairs(plan, f"{name}-chunk", shown, "largest_chunk", "Largest chunk with which it starts", "tokens"),
+            _pairs(plan, f"{name}-requests", shown, "requests_at_once", "Requests at once", "requests"),
+        ]
+    curves = (number for number, curve in enumerate(plan["curves"]) if _settings(curve) == settings)
+    figures += [_curve(plan, f"{name}-curve{at}", at) for at, _ in zip(curves, shown, strict=False)]
+    more = len(largest) - len(shown)
+    note = [tag("p", f"{more} more prompt lengths are in the table above.")] if more > 0 else []
+    return section(name, heading, tag("div", *figures, class_="charts"), *note)
+
+
+def _sides(plan: Mapping[str, Any], shown: Sequence[int]) -> Iterator[tuple[str, _Entry, str, str, bool]]:
+    """Label, side, path and whether a prompt begins, for each bar of a picture."""
+    for number in shown:
+        entry = plan["answers"][number]
+        for side in SIDES:
+            label = f"{entry['prompt_tokens']:,} tokens, {side}"
+            yield label, entry[side], f"answers.{number}.{side}", side, side == SIDES[0]
+
+
+def _blocks(plan: Mapping[str, Any], name: str, shown: Sequence[int]) -> Html:
+    rows, numbers = [], []
+    for label, found, path, _, first in _sides(plan, shown):
+        parts = tuple(enumerate(found["by_group"][group] for group in GROUP_NAMES))
+        rows.append(Bar(label, parts, f"{found['blocks_needed']:,}", first))
+        numbers.append(
+            [
+                label,
+                *(_figure(found["by_group"][group], f"{path}.by_group.{group}") for group in GROUP_NAMES),
+                _figure(found["blocks_needed"], f"{path}.blocks_needed"),
+            ]
+        )
+    chunk = plan["answers"][shown[0]]["max_num_batched_tokens"]
+    title = f"Whose blocks a prompt needs, in chunks of {chunk:,}"
+    words = "; ".join(f"{row.label}: {row.text} blocks" for row in rows)
+    drawn = bars(f"{name}-blocks", title, words, rows, GROUP_NAMES)
+    return chart(title, drawn, table(title, ["prompt", *GROUP_NAMES, "all"], numbers))
+
+
+def _bytes(plan: Mapping[str, Any], name: str, shown: Sequence[int]) -> Html:
+    rows, numbers = [], []
+    for label, found, path, side, first in _sides(plan, shown):
+        kv, whole = found["kv_bytes"], found["needed_bytes"]
+        rows.append(Bar(label, ((0, kv), (1, whole - kv)), size(whole), first))
+        reserved: object = "-"
+        if side == "plugin":
+            reserved = data(found["reserved_bytes"], size(found["reserved_bytes"]), f"{path}.reserved_bytes")
+        numbers.append(
+            [label, data(kv, size(kv), f"{path}.kv_bytes"), reserved, data(whole, size(whole), f"{path}.needed_bytes")]
+        )
+    title = "Bytes that must be free to start it, a rank"
+    words = "; ".join(f"{row.label}: {row.text}" for row in rows)
+    drawn = bars(f"{name}-bytes", title, words, rows, ["KV blocks", "tails and workspace slots, for all requests"])
+    return chart(title, drawn, table(title, ["prompt", "KV blocks", "tails and slots", "together"], numbers))
+
+
+def _pairs(plan: Mapping[str, Any], name: str, shown: Sequence[int], key: str, title: str, unit: str) -> Html:
+    rows, numbers = [], []
+    for label, found, path, side, first in _sides(plan, shown):
+        value, limit = found[key], found["requests_limited_by"]
+        text = f"{value:,}" if value else "none"
+        rows.append(Bar(label, ((SIDES.index(side), value),), text, first))
+        row: list[object] = [label, _figure(value, f"{path}.{key}")]
+        if key == "requests_at_once":
+            words = "max-num-seqs" if limit == MAX_NUM_SEQS else f"{GROUP_WORDS[limit]} ({limit})"
+            row.append(data(limit, words, f"{path}.requests_limited_by"))
+        numbers.append(row)
+    words = "; ".join(f"{row.label}: {row.text} {unit}" for row in rows)
+    drawn = bars(name, title, words, rows, SIDES)
+    head = ["prompt", unit, *(["limited by"] if key == "requests_at_once" else [])]
+    return chart(title, drawn, table(title, head, numbers))
+
+
+def _curve(plan: Mapping[str, Any], name: str, number: int) -> Html:
+    curve = plan["curves"][number]
+    chunks, rows = curve["chunks"], []
+    for colour, side in enumerate(SIDES):
+        rows.append(Line(f"{side} needs", tuple(curve[side]["blocks_needed"]), colour))
+    for colour, side in enumerate(SIDES):
+        if curve[side]["free_blocks"][0] is not None:
+            rows.append(Line(f"{side} free", tuple(curve[side]["free_blocks"]), colour, level=True))
+    title = f"Blocks that a prompt of {curve['prompt_tokens']:,} tokens needs, by chunk"
+    last = "; ".join(f"{row.label} {row.values[-1]:,}" for row in rows)
+    words = f"Chunks from {chunks[0]:,} to {chunks[-1]:,} tokens. At the largest: {last} blocks."
+    path = f"curves.{number}"
+    numbers = [
+        [
+            _figure(chunk, f"{path}.chunks.{at}"),
+            *(
+                _figure(curve[side][key][at], f"{path}.{side}.{key}.{at}")
+                for side in SIDES
+                for key in ("blocks_needed", "free_blocks")
+            ),
+        ]
+        for at, chunk in enumerate(chunks)
+    ]
+    head = ["chunk", *(f"{side}: {what}" for side in SIDES for what in ("blocks needed", "free"))]
+    return chart(title, lines(name, title, words, chunks, rows, "tokens of a step"), table(title, head, numbers))

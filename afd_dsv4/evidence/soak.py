@@ -26,9 +26,8 @@ import multiprocessing
 import os
 import random
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,7 +71,6 @@ UNORDERED_EXECUTIONS = 150
 # Much longer than the host takes for a launch: how fast it is must not decide whether a disorder shows. Under the
 # soak's own schedules 8 of 120 rounds with fences off showed none.
 UNORDERED_STARVE_US = 10_000
-CYCLES_PER_US = 1_700  # of a CUDA device, about; a pause need not be exact
 
 
 class World(Load):
@@ -337,28 +335,15 @@ def hostile(lab: Lab, rng: random.Random, *, ordered: bool) -> Iterator[None]:
     if on_softnpu(lab):
         softnpu.set_schedule(seed, longest_us, starve=starve)
     elif lab.device.type == "cuda":
-        lab.pause = _pauses(random.Random(seed), longest_us)
+        from afd_dsv4.evidence.cuda.pauses import pauses
+
+        lab.pause = pauses(random.Random(seed), longest_us)
     try:
         yield
     finally:
         if on_softnpu(lab):
             softnpu.set_schedule(0)
         lab.pause = lambda: None
-
-
-def _pauses(rng: random.Random, longest_us: int) -> Callable[[], None]:
-    """Something that lets the current CUDA stream stand still, before one launch in eight."""
-    import torch
-
-    lock = threading.Lock()  # both uBatches' threads draw
-
-    def pause() -> None:
-        with lock:
-            us = rng.randrange(longest_us) if rng.random() < 0.125 else 0
-        if us:
-            torch.cuda._sleep(us * CYCLES_PER_US)
-
-    return pause
 
 
 @contextmanager

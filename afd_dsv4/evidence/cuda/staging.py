@@ -33,6 +33,7 @@ import torch
 
 from afd_dsv4.device.torch_device import TorchDevice
 from afd_dsv4.evidence.cuda.operator import on
+from afd_dsv4.evidence.cuda.pauses import pauses
 from afd_dsv4.geometry import CompressorKind, ModelGeometry
 from afd_dsv4.workspace import order
 from afd_dsv4.workspace.arena import WorkspaceArena
@@ -44,7 +45,7 @@ REQUESTS = 4  # of a uBatch
 ROPE_DIM = 64
 AREAS: tuple[tuple[str, ...], ...] = (("rows",), ("more rows",))  # parts of a slot
 NOTHING: tuple[str, ...] = ()
-MOST_LAG_CYCLES = 1_000_000  # about 0.6 ms
+MOST_LAG_US = 600
 
 
 class Reuse(enum.Enum):
@@ -340,13 +341,14 @@ class Round:
 
 
 def lag_of(load: Load, rng: random.Random) -> Callable[[], None]:
-    """Random pauses of the auxiliary stream, where the device can pause: about one layer in eight."""
-    sleep = getattr(torch.cuda, "_sleep", None) if load.device.device.type == "cuda" else None
+    """Random pauses of the auxiliary stream, where the device can pause: before about one layer in eight."""
+    if load.device.device.type != "cuda":
+        return lambda: None
+    pause = pauses(rng, MOST_LAG_US)
 
     def lag() -> None:
-        if sleep is not None and rng.random() < 0.125:
-            with load.module.stream(load.aux):
-                sleep(rng.randrange(MOST_LAG_CYCLES))
+        with load.module.stream(load.aux):
+            pause()
 
     return lag
 

@@ -128,6 +128,10 @@ void pad_in(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Params&
   core.begin("DataCopyPad", emu::Pipe::MTE2, where);
   const auto size = static_cast<int64_t>(sizeof(T));
   const Shape shape = padded(core, params, true, left.wanted * size, right.wanted * size);
+  if (shape.bytes % size != 0) {
+    core.fail(emu::Trap::pad_copy, "blockLen %lld bytes, expected whole elements of %lld",
+              static_cast<long long>(shape.bytes), static_cast<long long>(size));
+  }
   if (shape.count > 0) gm_to_ub(core, dst, src, shape, fill ? &value : nullptr);
 }
 

@@ -121,9 +121,14 @@ inline void Gather(const LocalTensor<T>& dst, const LocalTensor<T>& src, const L
   core.begin(emu::Op::Gather, where);
   if (count == 0) return;
   const auto size = static_cast<int64_t>(sizeof(T));
+  if (const int64_t repeats = count * size / emu::kRepeatBytes;
+      repeats > 255) {  // the device's own loop counts in 8 bits
+    core.fail(emu::Trap::vector_params, "count %u is %lld repeats, expected at most 255", count,
+              static_cast<long long>(repeats));
+  }
   const emu::Operand target = dst.operand("dst"), source = src.operand("src");
   const int64_t written = count * size;
-  core.check(source, 0, size, size);
+  core.check(source, 0, size, emu::kBlock);
   const auto* offsets = reinterpret_cast<const uint32_t*>(core.source(srcOffset.operand("srcOffset"), count * 4));
   for (uint32_t i = 0; i < count; ++i) {
     const int64_t at = static_cast<int64_t>(offsets[i]) + srcBaseAddr;

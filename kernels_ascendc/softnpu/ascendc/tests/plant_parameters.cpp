@@ -127,6 +127,14 @@ void long_block(const Gm& gm) {
 }
 
 template <bool kWrong>
+void part_of_an_element(const Gm& gm) {
+  Kit kit(gm);
+  const DataCopyExtParams copy(1, kWrong ? 6 : 8, 0, 0, 0);
+  const DataCopyPadExtParams<float> pad;
+  DataCopyPad(kit.t, kit.in, copy, pad);  // plant: part_of_an_element
+}
+
+template <bool kWrong>
 void wide_padding(const Gm& gm) {
   Kit kit(gm);
   const uint8_t left = kWrong ? 9 : 8;
@@ -155,6 +163,16 @@ void repeat_that_wraps(const Gm& gm) {
   kit.fill();
   const int repeats = kWrong ? 257 : 1;
   Add(kit.t, kit.t, kit.t, 64, repeats, {1, 1, 1, 8, 8, 8});  // plant: repeat_that_wraps
+}
+
+template <bool kWrong>
+void gather_that_wraps(const Gm& gm) {
+  Kit kit(gm);
+  kit.fill();
+  LocalTensor<uint32_t> index = kit.t[512].ReinterpretCast<uint32_t>();
+  Duplicate(index, 0u, 64);
+  PipeBarrier<PIPE_V>();
+  Gather(kit.t[768], kit.t, index, 0, kWrong ? 16384 : 64);  // plant: gather_that_wraps
 }
 
 template <bool kWrong>
@@ -204,6 +222,16 @@ void accumulation_of_the_wrong_operand(const Gm& gm) {
   } else {
     Add(kit.t, kit.t[64], kit.t, 64, 4, {1, 1, 1, 0, 8, 0});
   }
+}
+
+template <bool kWrong>
+void gather_from_the_midst_of_a_block(const Gm& gm) {
+  Kit kit(gm);
+  kit.fill();
+  LocalTensor<uint32_t> index = kit.t[512].ReinterpretCast<uint32_t>();
+  Duplicate(index, 0u, 8);
+  PipeBarrier<PIPE_V>();
+  Gather(kit.t[768], kit.t[kWrong ? 4 : 8], index, 0, 8);  // plant: gather_from_the_midst_of_a_block
 }
 
 template <bool kWrong>
@@ -326,16 +354,19 @@ constexpr Plant kPlants[] = {
     PLANT(past_a_part_of_a_buffer, extent, 1),
     PLANT(past_the_tensor_in_repeats, extent, 1),
     PLANT(gather_outside, extent, 1),
+    PLANT(gather_from_the_midst_of_a_block, alignment, 1),
     PLANT(tensor_without_memory, extent, 1),
     PLANT(past_the_gm_tensor, extent, 1),
     PLANT(before_the_gm_tensor, extent, 1),
     PLANT(truncated_copy, truncated_copy, 1),
     PLANT(truncated_copy_out, truncated_copy, 1),
     PLANT(long_block, pad_copy, 1),
+    PLANT(part_of_an_element, pad_copy, 1),
     PLANT(wide_padding, pad_copy, 1),
     PLANT(too_many_blocks, copy_params, 1),
     PLANT(length_that_wraps, copy_params, 1),
     PLANT(repeat_that_wraps, vector_params, 1),
+    PLANT(gather_that_wraps, vector_params, 1),
     PLANT(wide_mask, vector_params, 1),
     PLANT(stride_that_wraps, vector_params, 1),
     PLANT(destination_block_stride_0, vector_params, 1),

@@ -80,8 +80,7 @@ class KernelPoolC128 {
   template <typename T>
   __aicore__ inline void CopyRows(const AscendC::LocalTensor<T>& rows, const AscendC::GlobalTensor<T>& gm,
                                   uint64_t stride, int32_t count) {
-    const AscendC::DataCopyExtParams copy(static_cast<uint16_t>(count), static_cast<uint32_t>(kColumns * sizeof(T)),
-                                          static_cast<uint32_t>((stride - kColumns) * sizeof(T)), 0, 0);
+    const AscendC::DataCopyExtParams copy(count, kColumns * sizeof(T), (stride - kColumns) * sizeof(T), 0, 0);
     AscendC::DataCopyPad(rows, gm, copy, AscendC::DataCopyPadExtParams<T>());
   }
 

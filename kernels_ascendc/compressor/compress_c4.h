@@ -102,9 +102,8 @@ class KernelCompressC4 {
   template <typename T>
   __aicore__ inline void CopyPoolRows(const AscendC::LocalTensor<T>& window, const AscendC::GlobalTensor<T>& gm,
                                       uint64_t offset, uint64_t stride, uint32_t first, uint32_t count, uint32_t half) {
-    const AscendC::DataCopyExtParams copy(static_cast<uint16_t>(count), static_cast<uint32_t>(head_dim * sizeof(T)),
-                                          static_cast<uint32_t>((stride - head_dim) * sizeof(T)),
-                                          static_cast<uint32_t>(head_dim * sizeof(T) / kBlockBytes), 0);
+    const AscendC::DataCopyExtParams copy(count, head_dim * sizeof(T), (stride - head_dim) * sizeof(T),
+                                          head_dim * sizeof(T) / kBlockBytes, 0);
     AscendC::DataCopyPad(window[(2 * first + half) * head_dim], gm[offset + half * head_dim], copy,
                          AscendC::DataCopyPadExtParams<T>());
   }

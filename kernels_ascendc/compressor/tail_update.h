@@ -78,8 +78,7 @@ class KernelTailUpdate {
   __aicore__ inline void CopyIn(uint64_t row, int32_t phase, int32_t count) {
     AscendC::LocalTensor<Row> in = inQ_.template AllocTensor<Row>();
     const uint64_t stride = static_cast<uint64_t>(params_.row_stride);
-    const AscendC::DataCopyExtParams copy(static_cast<uint16_t>(count), static_cast<uint32_t>(half_ * sizeof(Row)),
-                                          static_cast<uint32_t>((stride - half_) * sizeof(Row)), 0, 0);
+    const AscendC::DataCopyExtParams copy(count, half_ * sizeof(Row), (stride - half_) * sizeof(Row), 0, 0);
     const AscendC::DataCopyPadExtParams<Row> none;
     AscendC::DataCopyPad(in, rowsGm_[row * stride], copy, none);
     AscendC::DataCopyPad(in[kPiece], rowsGm_[row * stride + half_], copy, none);
@@ -110,8 +109,7 @@ class KernelTailUpdate {
 
   __aicore__ inline void CopyOut(uint64_t offset, int32_t count) {
     Floats out = outQ_.template DeQue<float>();
-    const AscendC::DataCopyExtParams copy(static_cast<uint16_t>(count), static_cast<uint32_t>(half_ * kFloatBytes), 0,
-                                          static_cast<uint32_t>(half_ * kFloatBytes), 0);
+    const AscendC::DataCopyExtParams copy(count, half_ * kFloatBytes, 0, half_ * kFloatBytes, 0);
     AscendC::DataCopyPad(poolGm_[offset], out, copy);
     AscendC::DataCopyPad(poolGm_[offset + half_], out[kPiece], copy);
     outQ_.FreeTensor(out);

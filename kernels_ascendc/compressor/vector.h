@@ -4,8 +4,9 @@
 // Vector instructions over a two-dimensional piece of UB, as few as a repeat stride allows.
 //
 // Problem: an instruction covers one stride, the kernels need rows inside windows. Way: name the operation as a
-// template argument and choose the cheaper loop when the kernel is compiled. What it does not do: barriers; the caller
-// knows what depends on what.
+// template argument and choose the cheaper loop when the kernel is compiled. Counts go to the device's narrower
+// parameters without a cast, here and in the kernels' copies, so that the emulation sees one that does not fit. What it
+// does not do: barriers; the caller knows what depends on what.
 #ifndef AFD_DSV4_COMPRESSOR_VECTOR_H_
 #define AFD_DSV4_COMPRESSOR_VECTOR_H_
 
@@ -31,13 +32,12 @@ __aicore__ inline void Count(const Floats& result, const Floats& a, const Floats
 template <Operation operation>
 __aicore__ inline void Repeat(const Floats& result, const Floats& a, const Floats& b, uint32_t repeats,
                               const AscendC::BinaryRepeatParams& strides) {
-  const uint8_t n = static_cast<uint8_t>(repeats);
   const uint64_t mask = kLanes;
-  if constexpr (operation == Operation::kAdd) AscendC::Add(result, a, b, mask, n, strides);
-  if constexpr (operation == Operation::kSub) AscendC::Sub(result, a, b, mask, n, strides);
-  if constexpr (operation == Operation::kMul) AscendC::Mul(result, a, b, mask, n, strides);
-  if constexpr (operation == Operation::kDiv) AscendC::Div(result, a, b, mask, n, strides);
-  if constexpr (operation == Operation::kMax) AscendC::Max(result, a, b, mask, n, strides);
+  if constexpr (operation == Operation::kAdd) AscendC::Add(result, a, b, mask, repeats, strides);
+  if constexpr (operation == Operation::kSub) AscendC::Sub(result, a, b, mask, repeats, strides);
+  if constexpr (operation == Operation::kMul) AscendC::Mul(result, a, b, mask, repeats, strides);
+  if constexpr (operation == Operation::kDiv) AscendC::Div(result, a, b, mask, repeats, strides);
+  if constexpr (operation == Operation::kMax) AscendC::Max(result, a, b, mask, repeats, strides);
 }
 
 // For each of `windows` windows: result[0..width) = source[0..width) op source[width..2*width). Strides in floats.

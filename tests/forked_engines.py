@@ -62,7 +62,7 @@ class Nursery:
         Args:
             spec: see `engine`.
             prelude: Python that runs before it.
-            timeout_s: seconds until all engines of this nursery are given up.
+            timeout_s: seconds until this nursery is ended with all of its engines; who asks for one then gets another.
 
         Raises:
             EngineError: it ended with an error.
@@ -76,7 +76,7 @@ class Nursery:
                 connection.sendall(folder.encode() + b"\n")
                 status = connection.recv(16).decode()
             except TimeoutError:
-                os.killpg(self._process.pid, signal.SIGKILL)
+                self._kill()
                 status = "no answer in time"
             except ConnectionError as error:
                 status = f"{error}: {self._log.read_text()[-6000:]}"
@@ -86,12 +86,20 @@ class Nursery:
             found: dict[str, Any] = json.loads(Path(folder, "out").read_text().splitlines()[-1])
             return found
 
+    @property
+    def ended(self) -> bool:
+        """Whether its process is over, so that no engine comes from it."""
+        return self._process.poll() is not None
+
     def close(self) -> None:
         """End the process, and engines that still run."""
+        self._kill()
+        self._folder.cleanup()
+
+    def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._folder.cleanup()
 
 
 _made: dict[frozenset[tuple[str, str]], Nursery] = {}
@@ -99,10 +107,13 @@ _making = threading.Lock()  # tests start engines from threads
 
 
 def nursery(environment: Mapping[str, str]) -> Nursery:
-    """The one of this process, which lasts until another environment is asked for: it takes most of a GiB."""
+    """The one of this process, which lasts until another environment is asked for: it takes most of a GiB.
+
+    One that has ended is replaced: what one test waited for in vain must not fail those behind it.
+    """
     key = frozenset(environment.items())
     with _making:
-        if key not in _made:
+        if key not in _made or _made[key].ended:
             _close()
             _made[key] = Nursery(environment)
         return _made[key]

@@ -17,6 +17,7 @@ import pytest
 
 from afd_dsv4.softnpu.checkpoint import Geometry, write
 from afd_dsv4.softnpu.engine import EngineError
+from tests import forked_engines
 from tests.forked_engines import nursery
 
 pytestmark = [pytest.mark.npu, pytest.mark.vllm_runtime, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -153,3 +154,19 @@ def test_an_engine_begins_with_one_thread_no_device_and_nothing_of_another() -> 
         engines.run({}, prelude=f"import os, torch, vllm; raise SystemExit(({seen}))")
     with pytest.raises(EngineError, match="unknown"):
         engines.run({"workload": []})
+
+
+def test_an_engine_that_is_waited_for_in_vain_costs_those_behind_it_only_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forked_engines, "_made", {})  # the true one goes on
+    first = nursery({"WAITED": "1"})
+    try:
+        assert nursery({"WAITED": "1"}) is first
+        with pytest.raises(EngineError, match="no answer in time"):
+            first.run({}, timeout_s=0.01)  # it has not even imported vLLM
+        second = nursery({"WAITED": "1"})
+        assert (second is first, second.ended) == (False, False)
+        second.close()
+    finally:
+        first.close()

@@ -90,6 +90,7 @@ class Faults:
             if point.where - {Mode.DBO} and point.number >= Point.BEFORE_LAUNCH.number:
                 skip = self.rng.randrange(6)
             rank.planter.arm(point, skip)
+        self.lines.swallowed.clear()
         error: BaseException | None = None
         flight = None
         try:
@@ -104,7 +105,6 @@ class Faults:
             return False
         # What ends a thread is printed where it ends, and need not be said again.
         text = " <- ".join([said(error), *self.lines.swallowed])
-        self.lines.swallowed.clear()
         if point is Point.IN_EXIT and error is None:
             # Everything was launched; the thread's result is missing, and what was merged is short.
             assert flight is not None
@@ -158,9 +158,8 @@ class Faults:
             errors = rank.reconnect()
             totals.expect(not errors, f"both sides of a forward that broke off can be closed, without: {errors}")
         gone = [request for request in rank.requests if request.name in {chunk.request for chunk in chunks}]
-        for request in gone[:1] if lost else []:
-            if request.name in lost:
-                self._refused(request.name, TailVoid, request.name)
+        for request in [each for each in gone if each.name in lost][:1]:
+            self._refused(request.name, TailVoid, request.name)
         for request in gone:
             with suppress(ValueError):
                 rank.end(request)

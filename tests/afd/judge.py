@@ -108,6 +108,7 @@ def quiet(totals: Totals) -> Iterator[Lines]:
     threading.excepthook = swallowed
     collects = gc.isenabled()
     gc.disable()  # torch records events where it frees pinned memory, which a planted fault would hit
+    gc.collect()  # what is garbage must not be kept with the rest
     frozen = gc.get_freeze_count()
     gc.freeze()  # what is there already need not be looked at after each rank
     try:

@@ -188,6 +188,10 @@ def _decide(vllm_config: Any, platform_class: type) -> None:
     elif again:
         why = f"{ours}, although the plugin is off: {decision.line()}"
         raise InputError("worker_cls", why, "leave it to the plugin, which enters it where it is on")
+    if decision.requested is not Mode.OFF:
+        from afd_dsv4 import metrics
+
+        metrics.decided(decision)
     _decided(settings, decision)
 
 
@@ -236,8 +240,12 @@ def _refuse_streaming_input(*_: Any, **__: Any) -> None:
     from afd_dsv4.compat.adapters import ADAPTERS
 
     if caller["self"].vllm_config.parallel_config.worker_cls in {adapter.worker for adapter in ADAPTERS.values()}:
+        from afd_dsv4 import metrics
+
         found = "a request that stops and goes on with more input would keep its place while it waits"
-        raise InputError("streaming input", found, "send whole prompts, or serve it with mode 'off'")
+        error = InputError("streaming input", found, "send whole prompts, or serve it with mode 'off'")
+        metrics.request_refused(str(error))
+        raise error
 
 
 def _decided(settings: Settings, decision: Decision) -> None:

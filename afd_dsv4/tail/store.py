@@ -215,6 +215,10 @@ class TailStore:
         found = self._seats.get(request)
         return found.index if found else None
 
+    def free_seats(self) -> tuple[SeatIndex, ...]:
+        """Seats that no request holds."""
+        return tuple(self._free)
+
     def plan(
         self,
         chunks: Sequence[RequestChunk],

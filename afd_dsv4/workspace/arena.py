@@ -81,6 +81,7 @@ class ArenaCounters:
         records: events recorded.
         waits: stream waits queued. Host waits are the staging ring's (`staging.py`).
         quarantined: leases that nobody can prove to be over.
+        exhausted: executions that got no slot.
     """
 
     leases: int = 0
@@ -88,6 +89,7 @@ class ArenaCounters:
     records: int = 0
     waits: int = 0
     quarantined: int = 0
+    exhausted: int = 0
 
 
 @dataclass(eq=False)
@@ -520,6 +522,7 @@ class WorkspaceArena(Generic[S]):
         return Settlement.IN_DOUBT if self.in_doubt(lease) else Settlement.NOT_QUIESCED
 
     def _exhausted(self, execution: ExecutionId, slots: Sequence[Slot[S]]) -> Exhausted:
+        self.counters.exhausted += 1
         lost = [slot.quarantined for slot in slots if slot.quarantined]
         doubtful = [slot.last for slot in slots if not slot.quarantined and slot.last and self.in_doubt(slot.last)]
         message = f"{execution} wants a workspace slot, and none of {len(slots)} is free"

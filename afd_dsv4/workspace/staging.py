@@ -36,6 +36,7 @@ class StagingRing(Generic[S, B]):
 
     Attributes:
         host_waits: how often the host had to wait for a copy.
+        copies: entries returned, each with copies of its own.
         out: entries in use, and those that will never be used again, since nobody can tell when their copies are over.
     """
 
@@ -48,6 +49,7 @@ class StagingRing(Generic[S, B]):
         self._timeout_s = timeout_s
         self._next = 0
         self.host_waits = 0
+        self.copies = 0
         self.out: set[int] = set()
 
     def take(self) -> tuple[int, B]:
@@ -109,4 +111,5 @@ class StagingRing(Generic[S, B]):
             self._source.trace.note(("copy", index, stream_id))
         event.record(stream, stream_id)
         self._copied[index] = event
+        self.copies += 1
         self.out.discard(index)

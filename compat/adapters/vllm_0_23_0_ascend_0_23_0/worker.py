@@ -25,6 +25,7 @@ import torch_npu
 from vllm.logger import logger
 from vllm_ascend.worker.worker import NPUWorker
 
+from afd_dsv4 import metrics
 from afd_dsv4.compat.adapters.vllm_0_23_0_ascend_0_23_0.runner import AfdDsv4Runner, RunnerMixin
 from afd_dsv4.compat.contract import verify
 from afd_dsv4.compat.patch import Patch, PatchSet
@@ -58,6 +59,7 @@ class WorkerMixin(_Native):  # type: ignore[misc]  # untyped
 
     patches: ClassVar[PatchSet]
     afd: ClassVar[bool] = False
+    _metrics: metrics.WorkerMetrics | None = None
 
     def init_device(self) -> None:
         """Make the device ready, and a runner of our class."""
@@ -76,6 +78,8 @@ class WorkerMixin(_Native):  # type: ignore[misc]  # untyped
         """See the module."""
         with self._starting():
             super().load_model()
+            parallel = self.vllm_config.parallel_config
+            self._metrics = metrics.of_worker(self.model_runner.tails, parallel.data_parallel_index, self.rank)
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache.
@@ -111,6 +115,18 @@ class WorkerMixin(_Native):  # type: ignore[misc]  # untyped
         with self._starting():
             return super().compile_or_warm_up_model()
 
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step, and behind it write metrics, where there are any."""
+        if self._metrics is None:
+            return super().execute_model(*args, **kwargs)
+        try:
+            return super().execute_model(*args, **kwargs)
+        except Exception as error:
+            self._metrics.refused(error)
+            raise
+        finally:
+            self._metrics.step()
+
     def shutdown(self) -> None:
         """End, and give the operator its name back."""
         try:
@@ -134,6 +150,9 @@ class WorkerMixin(_Native):  # type: ignore[misc]  # untyped
         runner = getattr(self, "model_runner", None)
         if isinstance(runner, RunnerMixin):
             runner.close_tails()
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None  # it knows the runtime
 
 
 class AfdDsv4Worker(WorkerMixin, NPUWorker):  # type: ignore[misc]  # untyped

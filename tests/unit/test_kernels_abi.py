@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from afd_dsv4.compressor.kernels import CompressParams, Dtype, Figures, Kernel, Kernels, Refused, TailParams
+from afd_dsv4.compressor.roofline import RATES, REPEAT
 from afd_dsv4.geometry import InputError
 from afd_dsv4.kernels_report import UB_BYTES, Launch
 from tests import kernels_world
@@ -48,15 +49,17 @@ def test_the_interface_names_no_type_of_torch_or_of_the_device() -> None:
 
 def test_nothing_outside_the_software_npu_includes_a_header_of_the_host() -> None:
     """What compiles for the device sees AscendC's header, its own, and fixed-width numbers."""
-    allowed = {"stdint.h", "stddef.h", "kernel_operator.h", *(path.name for path in SOURCES.glob("*.h"))}
-    kernel_headers = ["compress_c4.h", "compress_c128.h", "norm_rope.h", "tail_update.h", "vector.h", "metadata.h"]
-    seen, queue = set(), [*kernel_headers, "tiling.h", "faults.h"]
+    of_cann = {"kernel_operator.h", "cpu_debug_launch.h"}
+    allowed = {"stdint.h", "stddef.h", *of_cann, *(path.name for path in SOURCES.glob("*.h"))}
+    kernel_headers = {"compress_c4.h", "compress_c128.h", "norm_rope.h", "tail_update.h", "vector.h", "metadata.h"}
+    seen, queue = set(), ["compressor.asc"]
     while queue:
         name = queue.pop()
         seen.add(name)
         included = re.findall(r'#include [<"]([^>"]+)[>"]', (SOURCES / name).read_text(encoding="utf-8"))
         assert set(included) <= allowed, name
         queue += [other for other in included if (SOURCES / other).is_file() and other not in seen]
+    assert seen >= {"entries.h", "tiling.h", "faults.h", *kernel_headers}
     includes = "\n".join(
         re.findall(r"#include .*", "\n".join(p.read_text(encoding="utf-8") for p in SOURCES.glob("*.*")))
     )
@@ -188,6 +191,9 @@ def test_what_is_counted_is_near_what_the_tiling_promises(kernels: Kernels, kind
     assert promised <= moved <= 1.01 * promised + arrays["ape"].nbytes / tokens
     assert instructions == pytest.approx(sum(f.instructions for f in figures), rel=0.03)
     assert counted["barriers"] / tokens == pytest.approx(sum(f.barriers for f in figures), rel=0.1)
+    repeats = ((name.partition(".")[2], n) for name, n in counted.items() if name.startswith("repeats."))
+    cycles = sum(n * REPEAT / RATES[operation] for operation, n in repeats) / tokens
+    assert cycles == pytest.approx(sum(f.cycles for f in figures), rel=0.01)
 
 
 def test_a_kernel_of_another_launch_has_no_figures(kernels: Kernels) -> None:

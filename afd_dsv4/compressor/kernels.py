@@ -213,7 +213,7 @@ class Kernels:
     # ------------------------------------------------------------------------------------------------ emulation
 
     def set(self, option: str, value: int) -> None:
-        """Turn a switch of the emulation: order, seed, fuzz, saturate, threads.
+        """Turn a switch of the emulation: order, seed, fuzz, saturate.
 
         Raises:
             ValueError: it has none of that name, or is no emulation.

@@ -122,15 +122,17 @@ class Bar:
         parts: the lengths of which it consists, each with the number of its colour in the legend.
         text: what it amounts to, written above its right end.
         strong: whether a new group of bars begins here.
+        start: what lies left of it, as in a waterfall.
     """
 
     label: str
     parts: tuple[tuple[int, float], ...]
     text: str
     strong: bool = False
+    start: float = 0
 
 
-def bars(name: str, title: str, description: str, rows: Sequence[Bar], legend: Sequence[str] = ()) -> Html:
+def bars(name: str, title: str, description: str, rows: Sequence[Bar], legend: Sequence[tuple[int, str]] = ()) -> Html:
     """Horizontal bars from one origin.
 
     Args:
@@ -138,20 +140,21 @@ def bars(name: str, title: str, description: str, rows: Sequence[Bar], legend: S
         title: for whoever cannot see it.
         description: what it shows, in words.
         rows: the bars, from above.
-        legend: the names of the colours, where there is more than one.
+        legend: what the colours mean, where there is more than one.
     """
-    longest = max((sum(length for _, length in bar.parts) for bar in rows), default=0) or 1
+    longest = max((bar.start + sum(length for _, length in bar.parts) for bar in rows), default=0) or 1
     drawn: list[Html] = []
     top = 0.0
     for bar in rows:
         top += 10 if bar.strong and drawn else 0
         drawn.append(_text(0, top + 12, bar.label))
         drawn.append(_text(WIDTH, top + 12, bar.text, anchor="end"))
-        left = 0.0
+        left = bar.start / longest * WIDTH
         for colour, length in bar.parts:
             width = length / longest * WIDTH
             if length:
                 width = max(width, 1.0)  # a sliver is still something
+                left = min(left, WIDTH - width)
                 drawn.append(
                     tag("rect", x=_at(left), y=_at(top + 17), width=_at(width), height=12, class_=f"f{colour}")
                 )
@@ -225,7 +228,12 @@ class Slice:
 
 
 def timeline(
-    name: str, title: str, description: str, tracks: Sequence[str], rows: Sequence[Slice], legend: Sequence[str]
+    name: str,
+    title: str,
+    description: str,
+    tracks: Sequence[str],
+    rows: Sequence[Slice],
+    legend: Sequence[tuple[int, str]],
 ) -> Html:
     """Tracks, each with what went on there over time."""
     end = max((row.end for row in rows), default=1) or 1
@@ -272,13 +280,10 @@ def _text(x: float, y: float, words: str, *, anchor: str | None = None, quiet: b
     return tag("text", words, x=_at(x), y=_at(y), text_anchor=anchor, class_="quiet" if quiet else None)
 
 
-def _legend(names: Sequence[str]) -> Html:
+def _legend(names: Sequence[tuple[int, str]]) -> Html:
     if not names:
         return Html("")
-    entries = (
-        tag("li", tag("span", class_=f"swatch b{number}", aria_hidden="true"), name)
-        for number, name in enumerate(names)
-    )
+    entries = (tag("li", tag("span", class_=f"swatch b{number}", aria_hidden="true"), name) for number, name in names)
     return tag("ul", *entries, class_="legend")
 
 
@@ -327,12 +332,13 @@ p,li{max-width:75ch}
 a{color:var(--link)}
 code{font:.9em/1.5 ui-monospace,Menlo,Consolas,monospace;overflow-wrap:anywhere}
 pre{background:var(--panel);border:1px solid var(--rule);border-radius:6px;padding:10px 12px;overflow-x:auto}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,330px),1fr));gap:16px;align-items:start}
+pre code{white-space:pre-wrap}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:16px;align-items:start}
 figure{margin:0;background:var(--panel);border:1px solid var(--rule);border-radius:8px;padding:12px 14px}
 figcaption{font-weight:600;margin-bottom:8px}
-svg{display:block;width:100%;max-width:520px;height:auto}
-svg text{font:11px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink)}
-svg text.quiet{fill:var(--soft);font-size:10.5px}
+svg{display:block;width:100%;max-width:470px;height:auto}
+svg text{font:12px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink)}
+svg text.quiet{fill:var(--soft);font-size:11px}
 .grid{stroke:var(--rule);stroke-width:1}
 .track{fill:var(--paper);stroke:var(--rule)}
 .edge{stroke:var(--panel);stroke-width:.5}
@@ -341,13 +347,15 @@ polyline,.key line{fill:none;stroke-width:2}
 .legend li{display:flex;align-items:center;gap:6px}
 .swatch{width:12px;height:12px;border-radius:2px;display:inline-block;flex:none}
 .key{width:28px;height:10px;flex:none}
-.scroll{overflow-x:auto;margin:10px 0;max-width:100%}
+.scroll{overflow-x:auto;margin:14px 0 18px;max-width:100%}
 .scroll:focus-visible,summary:focus-visible{outline:2px solid var(--link);outline-offset:2px}
 table{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums}
 caption{text-align:left;font-weight:600;padding-bottom:4px}
 th,td{text-align:left;vertical-align:top;padding:4px 10px 4px 0;border-bottom:1px solid var(--rule)}
 tbody th{font-weight:400}
-.n{text-align:right;white-space:nowrap}
+.n{text-align:right}td.n{white-space:nowrap}
+tbody th{min-width:8.5em}
+dt{font-weight:700}dd{margin:0 0 0 1em}dd p{margin:.3em 0}
 details{margin:8px 0}
 summary{cursor:pointer;color:var(--link)}
 .pass{color:var(--good)}.fail{color:var(--bad)}.not_shown_here{color:var(--open)}

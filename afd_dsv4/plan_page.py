@@ -19,6 +19,7 @@ from afd_dsv4.plan import GROUP_WORDS, MAX_NUM_SEQS, SCOPE, SIDES, limited_by
 
 MOST_PARTS: Final = 12
 MOST_PROMPTS: Final = 6
+_GROUPS: Final = tuple(enumerate(GROUP_NAMES, start=2))  # 0 and 1 are the sides
 _Entry = Mapping[str, Any]
 
 
@@ -80,7 +81,7 @@ def _in_short(plan: Mapping[str, Any]) -> Html:
     entry = plan["answers"][number]
     words = []
     for side in SIDES:
-        found, path = entry[side], f"answers.{number}.{side}"
+        found, path = entry[side], f"/answers/{number}/{side}"
         what, blocks = limited_by(found["by_group"])
         keeps = max(found["resident_by_group"], key=lambda name: found["resident_by_group"][name])
         words += [
@@ -92,11 +93,11 @@ def _in_short(plan: Mapping[str, Any]) -> Html:
                     "p",
                     tag("strong", "Next limit: "),
                     f"{what} with {blocks:,} of ",
-                    _figure(found["blocks_needed"], f"{path}.blocks_needed"),
+                    _figure(found["blocks_needed"], f"{path}/blocks_needed"),
                     f" blocks. Once the prompt is prefilled, {GROUP_WORDS[keeps]} with ",
-                    _figure(found["resident_by_group"][keeps], f"{path}.resident_by_group.{keeps}"),
+                    _figure(found["resident_by_group"][keeps], f"{path}/resident_by_group/{keeps}"),
                     " of ",
-                    _figure(found["resident_blocks"], f"{path}.resident_blocks"),
+                    _figure(found["resident_blocks"], f"{path}/resident_blocks"),
                     " that it keeps.",
                 ),
             ),
@@ -122,17 +123,17 @@ def _all(plan: Mapping[str, Any]) -> Html:
     head += [f"{side}: {column}" for side in SIDES for column in columns]
     rows, refused = [], []
     for number, entry in enumerate(plan["answers"]):
-        path = f"answers.{number}"
+        path = f"/answers/{number}"
         row: list[object] = [_heading(entry)]
-        row += [_figure(entry[key], f"{path}.{key}") for key in ("prompt_tokens", "max_num_batched_tokens")]
+        row += [_figure(entry[key], f"{path}/{key}") for key in ("prompt_tokens", "max_num_batched_tokens")]
         for side in SIDES:
             for key in columns.values():
                 if "refused" in entry:
                     row.append("-")
                 elif key == "requests_limited_by":
-                    row.append(data(entry[side][key], entry[side][key], f"{path}.{side}.{key}"))
+                    row.append(data(entry[side][key], entry[side][key], f"{path}/{side}/{key}"))
                 else:
-                    row.append(_figure(entry[side][key], f"{path}.{side}.{key}"))
+                    row.append(_figure(entry[side][key], f"{path}/{side}/{key}"))
         if "refused" in entry:
             refused.append(
                 tag("li", f"{_heading(entry)}, chunk {entry['max_num_batched_tokens']:,}: {entry['refused']}")
@@ -180,25 +181,25 @@ def _sides(plan: Mapping[str, Any], shown: Sequence[int]) -> Iterator[tuple[str,
         entry = plan["answers"][number]
         for side in SIDES:
             label = f"{entry['prompt_tokens']:,} tokens, {side}"
-            yield label, entry[side], f"answers.{number}.{side}", side, side == SIDES[0]
+            yield label, entry[side], f"/answers/{number}/{side}", side, side == SIDES[0]
 
 
 def _blocks(plan: Mapping[str, Any], name: str, shown: Sequence[int]) -> Html:
     rows, numbers = [], []
     for label, found, path, _, first in _sides(plan, shown):
-        parts = tuple(enumerate(found["by_group"][group] for group in GROUP_NAMES))
+        parts = tuple((colour, found["by_group"][group]) for colour, group in _GROUPS)
         rows.append(Bar(label, parts, f"{found['blocks_needed']:,}", first))
         numbers.append(
             [
                 label,
-                *(_figure(found["by_group"][group], f"{path}.by_group.{group}") for group in GROUP_NAMES),
-                _figure(found["blocks_needed"], f"{path}.blocks_needed"),
+                *(_figure(found["by_group"][group], f"{path}/by_group/{group}") for group in GROUP_NAMES),
+                _figure(found["blocks_needed"], f"{path}/blocks_needed"),
             ]
         )
     chunk = plan["answers"][shown[0]]["max_num_batched_tokens"]
     title = f"Whose blocks a prompt needs, in chunks of {chunk:,}"
     words = "; ".join(f"{row.label}: {row.text} blocks" for row in rows)
-    drawn = bars(f"{name}-blocks", title, words, rows, GROUP_NAMES)
+    drawn = bars(f"{name}-blocks", title, words, rows, _GROUPS)
     return chart(title, drawn, table(title, ["prompt", *GROUP_NAMES, "all"], numbers))
 
 
@@ -206,16 +207,18 @@ def _bytes(plan: Mapping[str, Any], name: str, shown: Sequence[int]) -> Html:
     rows, numbers = [], []
     for label, found, path, side, first in _sides(plan, shown):
         kv, whole = found["kv_bytes"], found["needed_bytes"]
-        rows.append(Bar(label, ((0, kv), (1, whole - kv)), size(whole), first))
+        rows.append(Bar(label, ((5, kv), (3, whole - kv)), size(whole), first))
         reserved: object = "-"
         if side == "plugin":
-            reserved = data(found["reserved_bytes"], size(found["reserved_bytes"]), f"{path}.reserved_bytes")
+            reserved = data(found["reserved_bytes"], size(found["reserved_bytes"]), f"{path}/reserved_bytes")
         numbers.append(
-            [label, data(kv, size(kv), f"{path}.kv_bytes"), reserved, data(whole, size(whole), f"{path}.needed_bytes")]
+            [label, data(kv, size(kv), f"{path}/kv_bytes"), reserved, data(whole, size(whole), f"{path}/needed_bytes")]
         )
     title = "Bytes that must be free to start it, a rank"
     words = "; ".join(f"{row.label}: {row.text}" for row in rows)
-    drawn = bars(f"{name}-bytes", title, words, rows, ["KV blocks", "tails and workspace slots, for all requests"])
+    drawn = bars(
+        f"{name}-bytes", title, words, rows, [(5, "KV blocks"), (3, "tails and workspace slots, for all requests")]
+    )
     return chart(title, drawn, table(title, ["prompt", "KV blocks", "tails and slots", "together"], numbers))
 
 
@@ -225,13 +228,13 @@ def _pairs(plan: Mapping[str, Any], name: str, shown: Sequence[int], key: str, t
         value, limit = found[key], found["requests_limited_by"]
         text = f"{value:,}" if value else "none"
         rows.append(Bar(label, ((SIDES.index(side), value),), text, first))
-        row: list[object] = [label, _figure(value, f"{path}.{key}")]
+        row: list[object] = [label, _figure(value, f"{path}/{key}")]
         if key == "requests_at_once":
             words = "max-num-seqs" if limit == MAX_NUM_SEQS else f"{GROUP_WORDS[limit]} ({limit})"
-            row.append(data(limit, words, f"{path}.requests_limited_by"))
+            row.append(data(limit, words, f"{path}/requests_limited_by"))
         numbers.append(row)
     words = "; ".join(f"{row.label}: {row.text} {unit}" for row in rows)
-    drawn = bars(name, title, words, rows, SIDES)
+    drawn = bars(name, title, words, rows, list(enumerate(SIDES)))
     head = ["prompt", unit, *(["limited by"] if key == "requests_at_once" else [])]
     return chart(title, drawn, table(title, head, numbers))
 
@@ -247,12 +250,12 @@ def _curve(plan: Mapping[str, Any], name: str, number: int) -> Html:
     title = f"Blocks that a prompt of {curve['prompt_tokens']:,} tokens needs, by chunk"
     last = "; ".join(f"{row.label} {row.values[-1]:,}" for row in rows)
     words = f"Chunks from {chunks[0]:,} to {chunks[-1]:,} tokens. At the largest: {last} blocks."
-    path = f"curves.{number}"
+    path = f"/curves/{number}"
     numbers = [
         [
-            _figure(chunk, f"{path}.chunks.{at}"),
+            _figure(chunk, f"{path}/chunks/{at}"),
             *(
-                _figure(curve[side][key][at], f"{path}.{side}.{key}.{at}")
+                _figure(curve[side][key][at], f"{path}/{side}/{key}/{at}")
                 for side in SIDES
                 for key in ("blocks_needed", "free_blocks")
             ),

@@ -15,6 +15,7 @@ from afd_dsv4.admission import KvGroup, KvPlan, SchedulerLimits, first_step, kv_
 from afd_dsv4.compat.harness import Case, HarnessError, Route, admission_evidence
 from afd_dsv4.compat.stack import installed
 from afd_dsv4.geometry import DEFAULT_STACK, CompressorKind, ModelGeometry, page_layout, preset
+from afd_dsv4.plan import Question, answer
 
 pytestmark = [
     pytest.mark.vllm_runtime,
@@ -270,3 +271,44 @@ def test_a_case_that_vllm_refuses_is_an_error_with_its_words_and_the_process_goe
 def test_the_answer_says_how_the_stack_was_loaded(scheduler):
     assert scheduler.ask(published()).route == scheduler.route.value
     assert scheduler.route in Route
+
+
+@pytest.mark.parametrize(
+    ("prompt", "free", "plugin", "block_size"),
+    [
+        (10000, 278, True, 128),
+        (10000, 279, True, 128),  # one block more is one request more
+        (10000, 1845, False, 128),
+        (20010, 500, True, 128),
+        (20010, 3650, False, 128),
+        (5000, 3600, False, 32),
+        (5000, 530, True, 32),
+    ],
+)
+def test_as_many_requests_run_at_once_as_planned(scheduler, prompt, free, plugin, block_size):
+    # A step takes one prompt, but for the tokens that those before generate.
+    case = published(
+        prompts=(prompt,) * 9,
+        block_size=block_size,
+        max_num_batched_tokens=prompt,
+        plugin=plugin,
+        free_blocks=free,
+        steps=12,
+    )
+    question = Question(
+        geometry=case.geometry,
+        layout=page_layout(DEFAULT_STACK, block_size),
+        stack=DEFAULT_STACK,
+        prompt_tokens=prompt,
+        max_num_batched_tokens=prompt,
+        max_num_seqs=case.max_num_seqs,
+        max_model_len=case.max_model_len,
+        async_scheduling=False,
+        slots=2,
+        executor="stock",
+        tile_tokens=None,
+        free_blocks=free,
+    )
+    planned = answer(question).sides["plugin" if plugin else "native"].requests
+    assert planned == max(step.running for step in scheduler.ask(case).steps)
+    assert 1 < planned < 9

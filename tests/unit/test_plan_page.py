@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""Plans over lists of settings: what they say, counted the long way, and the page that draws them."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from afd_dsv4.cli import main
+from afd_dsv4.page import _CSS, Bar, bars, data, document, tag
+from tests import pages
+
+FLASH = ["plan", "--model", "flash", "--block-size", "128"]
+ONE = [*FLASH, "--prompt-tokens", "63778", "--max-num-batched-tokens", "65536", "--free-blocks", "6958"]
+MANY = [
+    *("plan", "--model", "flash,pro", "--block-size", "128,32", "--prompt-tokens", "4096,63778"),
+    *("--max-num-batched-tokens", "4096,65536", "--hbm-gib", "21.0618,0.25", "--max-num-seqs", "16"),
+]
+
+
+def ask(capsys, *arguments):
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def needed(tokens, chunk, *, state, longest=1 << 20):
+    """Blocks of a Flash prompt at block size 128: what `KVCacheManager` asks for, group by group, spelled out."""
+    whole = -(-(tokens // 4) // 128) + -(-(tokens // 128) // 128)  # one group each
+    for groups, window, rows, counted in ((2, 128, 128, True), (1, 8, 8, state), (1, 128, 32, state)):
+        alive = min(window - 1 + chunk, longest)
+        whole += counted * groups * min(-(-tokens // rows), -(-alive // rows) + 1)
+    return whole
+
+
+def test_the_long_way_is_the_published_case():
+    assert (needed(63778, 65536, state=True), needed(63778, 65536, state=False)) == (11094, 1127)
+
+
+@pytest.mark.parametrize(("prompt", "chunk", "free"), [(63778, 65536, 6958), (32768, 8192, 1500), (20000, 20000, 300)])
+def test_the_largest_chunk_is_the_last_that_starts(capsys, prompt, chunk, free):
+    lists = ["--prompt-tokens", f"{prompt},1", "--max-num-batched-tokens", str(chunk), "--free-blocks", str(free)]
+    answer = json.loads(ask(capsys, *FLASH, *lists, "--json"))["answers"][0]
+    for side, state in (("native", True), ("plugin", False)):
+        largest = answer[side]["largest_chunk"]
+        assert answer[side]["blocks_needed"] == needed(prompt, chunk, state=state)
+        assert 0 < largest <= prompt
+        assert needed(prompt, largest, state=state) <= free
+        assert largest == prompt or needed(prompt, largest + 1, state=state) > free
+    assert json.loads(ask(capsys, *ONE, "--json"))["native"]["blocks_needed"] == 11094
+
+
+def test_requests_are_counted_one_by_one(capsys):
+    lists = ["--prompt-tokens", "10000,63778", "--max-num-batched-tokens", "65536", "--free-blocks", "1500"]
+    answers = json.loads(ask(capsys, *FLASH, *lists, "--max-num-seqs", "40", "--json"))["answers"]
+    for answer in answers:
+        prompt = answer["prompt_tokens"]
+        # A prefilled prompt keeps its compressed rows, and of each sliding window the blocks that 127 tokens touch.
+        window = len({position // 128 for position in range(prompt - 127, prompt)})
+        keeps = -(-(prompt // 4) // 128) + -(-(prompt // 128) // 128) + 2 * window
+        free, there = 1500, 0
+        while there < 40 and needed(prompt, 65536, state=False) <= free:
+            there, free = there + 1, free - keeps
+        assert answer["plugin"]["resident_blocks"] == keeps
+        assert answer["plugin"]["requests_at_once"] == there > 1
+        assert answer["plugin"]["requests_limited_by"] == ("max_num_seqs" if there == 40 else "c4_mla")
+        assert answer["plugin"]["start_limited_by"] == "swa"
+        assert answer["native"]["start_limited_by"] == "c4_state"
+    assert {answer["plugin"]["requests_limited_by"] for answer in answers} == {"max_num_seqs", "c4_mla"}
+
+
+def test_a_sweep_has_a_row_for_every_combination_and_says_why_one_has_no_answer(capsys):
+    text = ask(capsys, *MANY)
+    rows = [line for line in text.splitlines() if re.match(r" *(flash|pro) ", line)]
+    assert len(rows) == 2 * 2 * 2 * 2 * 2
+    assert "max-num-seqs 16 on vllm-ascend-0.23.0" in text.splitlines()[0]
+    assert sum(" -  " in row for row in rows) == len(re.findall("HBM budget: 0.25 GiB leave", text)) > 0
+    assert "native next limit: compressor state (c4_state and c128_state) with 39,862 of 44,365 blocks" in text
+    assert "plugin next limit: the sliding-window groups (swa) with 3,988 of 4,503 blocks" in text
+
+
+def test_one_value_each_is_answered_as_without_lists(capsys):
+    one = json.loads(ask(capsys, *ONE, "--json"))
+    (wide, other) = json.loads(ask(capsys, *ONE[:-1], "6958,6959", "--json"))["answers"]
+    assert other["native"]["free_blocks"] == 6959
+    for side in ("native", "plugin"):
+        assert {key: wide[side][key] for key in one[side]} == one[side]
+        assert not {"largest_chunk", "requests_at_once"} & set(one[side])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt-tokens", "8,,9"], "argument --prompt-tokens: '' is not a whole number"),
+        (["--block-size", "128,100"], "block size: 100 is not offered"),
+        (["--model", "flash,gpt"], "model: cannot read 'gpt'"),
+        (["--prompt-tokens", ",".join(map(str, range(1, 1002)))], "plan: the lists give 1,001 combinations"),
+        (["--html", "absent/page.html"], "html: cannot write 'absent/page.html'"),
+        (["--free-blocks", "5", "--hbm-gib", "5,6"], "not allowed with argument"),
+        (["--prompt-tokens", "2000000,3000000"], "prompt: 2000000 tokens, the longest sequence is 1048576"),
+    ],
+)
+def test_a_wrong_list_is_one_line(capsys, arguments, message):
+    given = [*FLASH, "--prompt-tokens", "1000", "--max-num-batched-tokens", "1000", *arguments]
+    assert main(given) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.fixture(params=[ONE, MANY, [*FLASH, "--prompt-tokens", "7", "--max-num-batched-tokens", "1,2,3"]], ids=len)
+def asked(request, capsys, tmp_path):
+    arguments = [*request.param, "--html", str(tmp_path / "plan.html")]
+    ask(capsys, *arguments)
+    return arguments, (tmp_path / "plan.html").read_text(encoding="utf-8")
+
+
+def test_every_figure_of_the_page_is_the_documents_and_nothing_is_fetched(asked, capsys):
+    arguments, page = asked
+    assert pages.faults(page) == []
+    document = pages.carried(page)
+    printed = json.loads(ask(capsys, *arguments, "--json"))
+    if len(document["answers"]) > 1:
+        assert {**printed, "command": []} == {**document, "command": []}
+    else:
+        assert all(document["answers"][0][side].items() >= printed[side].items() for side in ("native", "plugin"))
+    shown = pages.pointers(page)
+    for number, answer in enumerate(document["answers"]):
+        if "refused" not in answer:
+            keys = ("blocks_needed", "free_blocks", "admitted", "largest_chunk", "requests_at_once")
+            assert {f"/answers/{number}/{side}/{key}" for side in ("native", "plugin") for key in keys} <= shown
+
+
+def test_the_page_names_the_next_limit_and_the_command(asked):
+    arguments, page = asked
+    words = pages.read(page)[0].all("main")[0].text
+    assert words.count("Next limit:") == 2
+    if "63778" in "".join(arguments):
+        assert "the sliding-window groups (swa)" in words
+    assert arguments[2] in words
+
+
+PLANTS = {
+    "fetches src": ("<main>", '<main><img src="https://example.com/a.png">'),
+    "fetches href": ("<main>", '<main><a href="//example.com">x</a>'),
+    "a script that runs": ("<main>", "<main><script>1</script>"),
+    "runs onclick": ("<main>", '<main><p onclick="1"></p>'),
+    "the style fetches": ("<style>", "<style>@import 'a';"),
+    "id short 2 times": ("<main>", '<main><p id="short"></p>'),
+    "no id other": ('aria-labelledby="short"', 'aria-labelledby="other"'),
+    "without words": (' role="img"', ""),
+    "ends <main>": ("</main>", "</div></main>"),
+    "the page says": (">11,094</data>", ">11,095</data>"),
+    "the page has": ('value="11094"', 'value="11095"'),
+    "nothing at": ('data-path="/answers/0/native/blocks_needed"', 'data-path="/answers/0/native/blocks"'),
+    "no language": (' lang="en"', ""),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTS)
+def test_a_planted_fault_of_a_page_is_found(fault, capsys, tmp_path):
+    ask(capsys, *ONE, "--html", str(tmp_path / "plan.html"))
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    old, new = PLANTS[fault]
+    assert old in page
+    broken = page.replace(old, new, 1)
+    assert any(fault in found for found in pages.faults(broken))
+
+
+def test_whatever_is_shown_is_text():
+    evil = '</script><script>alert("1")</script><img src=x onerror=y>&'
+    drawn = bars("a", evil, evil, [Bar(evil, ((0, 1.0),), evil)], [(0, evil)])
+    page = document(evil, evil, [tag("p", evil, title=evil), drawn, data(evil, evil, "/x")], {"x": evil})
+    assert pages.faults(page) == []
+    assert pages.carried(page) == {"x": evil}
+
+
+def luminance(colour):
+    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(share * c for share, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_words_and_pictures_stand_out_from_the_paper(scheme):
+    blocks = re.findall(r":root\{([^}]*)\}", _CSS)
+    assert len(blocks) == 2
+    colours = dict(re.findall(r"--(\w+):(#[0-9a-f]{3,6})", blocks[scheme]))
+    colours = {name: "#" + "".join(c * 2 for c in v[1:]) if len(v) == 4 else v for name, v in colours.items()}
+    for paper in ("paper", "panel"):
+        for name in set(colours) - {"paper", "panel", "rule"}:
+            dark, light = sorted(luminance(colours[which]) for which in (paper, name))
+            least = 3 if re.fullmatch(r"c\d", name) else 4.5  # WCAG 2.2: 1.4.11 for graphics, 1.4.3 for text
+            assert (light + 0.05) / (dark + 0.05) >= least, (name, paper)

@@ -107,8 +107,7 @@ class Life(Faults):
 
     def _record_fails(self, _: Point) -> None:
         rank, totals = self.rank, self.totals
-        if rank.model.auxiliary is not None:
-            rank.model.auxiliary = None  # one stream, one record
+        rank.model.auxiliary = None  # one stream, one record
         done = threading.Event()
 
         def fail() -> None:

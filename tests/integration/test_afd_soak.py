@@ -54,8 +54,21 @@ def test_the_soak_fails_for_each_of_its_reasons() -> None:
     assert "violated" in judge.failures(good + bad, [], (2, 2), modes)[-1]
 
 
-def test_an_outcome_that_is_not_the_expected_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runtime that does not quarantine what it was told to would be found."""
+def test_an_outcome_that_is_not_the_expected_one_is_seen() -> None:
+    totals = judge.Totals()
+    totals.expect(True, "one is one")
+    totals.expect_raise(ValueError, "invalid literal", lambda: int("x"), "a letter")
+    assert totals.violations == []
+    totals.expect(False, "one is two")
+    totals.expect_raise(ValueError, "in other words", lambda: int("x"), "a letter")
+    totals.expect_raise(ValueError, "invalid literal", lambda: int("1"), "a digit")
+    outcome, words, silence = totals.violations
+    assert "one is two" in outcome
+    assert "says 'in other words', but: invalid literal" in words
+    assert "a digit raises ValueError" in silence
+
+
+def test_slots_that_cannot_be_leased_at_the_end_are_counted_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rank, "take_slots", lambda rank: 0)
     totals = load.soak(Mode.SYNC, "blind", 1, points=False)
     assert totals.lost["slots"] > 0

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
-"""What an evidence run writes: figures with their source, checks, verdicts, one table, one JSON file.
+"""What an evidence run writes: figures with their source, checks, verdicts, one table, one JSON file, one page.
 
 A figure without a source is a claim, so figures are made by `figure`, which asks for one. A verdict is one of three,
 and what only a target stack can show is `not_shown_here` wherever the run was on the software NPU. The schema of the
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from afd_dsv4.geometry import InputError
+from afd_dsv4.page import size as size  # for all parts of the run
 
 SECTIONS = (
     "stack",
@@ -33,7 +34,10 @@ SECTIONS = (
     "verdicts",
     "passed",
 )
-TRACE_FILE = "trace.jsonl"  # beside evidence.json
+# Beside evidence.json:
+TRACE_FILE = "trace.jsonl"
+CHROME_FILE = "trace.json"  # the same as a picture
+PAGE_FILE = "report.html"
 
 
 class Source(str, enum.Enum):
@@ -91,7 +95,7 @@ def prepare(folder: Path) -> None:
         probe.write_text("", encoding="utf-8")
         probe.unlink()
         # A run that breaks off must not leave an older verdict behind as if it were its own.
-        for name in ("evidence.json", TRACE_FILE):
+        for name in ("evidence.json", TRACE_FILE, CHROME_FILE, PAGE_FILE):
             (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise InputError("--out", f"{folder} cannot be written ({error.strerror})", "name another folder") from error
@@ -105,21 +109,25 @@ def write(folder: Path, evidence: dict[str, Any]) -> Path:
     """
     if tuple(evidence) != SECTIONS:
         raise ValueError(f"evidence has sections {list(evidence)}, the schema has {list(SECTIONS)}")
-    path = folder / "evidence.json"
-    partial = folder / f".evidence.{os.getpid()}.json"
-    partial.write_text(json.dumps(_strict(evidence), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    return write_whole(folder / "evidence.json", json.dumps(strict(evidence), indent=2, allow_nan=False) + "\n")
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
     return path
 
 
-def _strict(value: Any) -> Any:
-    """JSON has no infinity and no NaN; a failed comparison may. They become strings."""
+def strict(value: Any) -> Any:
+    """As the file holds it: JSON has no infinity and no NaN, a failed comparison may; they become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _strict(inner) for key, inner in value.items()}
+        return {key: strict(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_strict(inner) for inner in value]
+        return [strict(inner) for inner in value]
     return value
 
 
@@ -138,11 +146,3 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def size(value: float) -> str:
-    """Bytes for a person: 15.50 GiB, 46.9 MiB, 7.6 KiB."""
-    for unit, factor, digits in (("GiB", 1 << 30, 2), ("MiB", 1 << 20, 1), ("KiB", 1 << 10, 1)):
-        if value >= factor:
-            return f"{value / factor:,.{digits}f} {unit}"
-    return f"{value:,.0f} B"

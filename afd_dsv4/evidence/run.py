@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes.util
+import json
 import os
 import resource
 import sys
@@ -29,7 +30,10 @@ from typing import TYPE_CHECKING, Any
 from afd_dsv4.compat.harness import SchedulerProcess, admission_evidence
 from afd_dsv4.compat.stack import installed
 from afd_dsv4.evidence import isolation
+from afd_dsv4.evidence.page import render
 from afd_dsv4.evidence.report import (
+    CHROME_FILE,
+    PAGE_FILE,
     SECTIONS,
     TRACE_FILE,
     Check,
@@ -39,14 +43,17 @@ from afd_dsv4.evidence.report import (
     figure,
     prepare,
     size,
+    strict,
     table,
     write,
+    write_whole,
 )
 from afd_dsv4.geometry import DEFAULT_STACK, InputError, ModelGeometry, PageLayout, page_layout, preset
 from afd_dsv4.softnpu import launcher, runtime
 from afd_dsv4.workspace import order
+from afd_dsv4.workspace.chrome import chrome
 from afd_dsv4.workspace.sizing import size_workspace
-from afd_dsv4.workspace.trace import Trace
+from afd_dsv4.workspace.trace import Record, Trace
 
 if TYPE_CHECKING:
     import torch
@@ -98,6 +105,7 @@ class Run:
     checks: list[Check] = field(default_factory=list)
     summary: list[Sequence[str]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    records: Sequence[Record] = ()
 
     @property
     def module(self) -> Any:
@@ -346,7 +354,9 @@ def _order(run: Run, trace: Trace) -> None:
     """Write the trace of the rows, and judge the order of every reuse in it."""
     stack = run.evidence["stack"]
     trace.save(run.out / TRACE_FILE, about={"command": run.evidence["command"], "stack": stack})
-    report = order.check(trace.records(), trace.dropped)
+    run.records = trace.records()
+    write_whole(run.out / CHROME_FILE, json.dumps(chrome(run.records)))
+    report = order.check(run.records, trace.dropped)
     unordered = len(report.violations)
     for violation in report.violations[:3]:
         print(f"      {violation}", flush=True)
@@ -812,7 +822,9 @@ def _finish(run: Run, options: argparse.Namespace) -> int:
     }
     run.evidence["passed"] = passed
     # A part that broke off leaves its section empty; its check says why.
-    path = write(options.out, {section: run.evidence[section] for section in SECTIONS})
+    evidence = {section: run.evidence[section] for section in SECTIONS}
+    path = write(options.out, evidence)
+    page = write_whole(options.out / PAGE_FILE, render(strict(evidence), run.records))
     verdicts = [(f"{point.number} {point.text}", point.verdict.value) for point in points]
     print()
     print(table([("", "native", "plugin", "source"), (), *run.summary]))
@@ -821,7 +833,7 @@ def _finish(run: Run, options: argparse.Namespace) -> int:
     for point in points:
         print(f"  {point.number}: {point.because}")
     print()
-    print(f"{len(run.checks) - len(failed)} of {len(run.checks)} checks passed; written to {path}")
+    print(f"{len(run.checks) - len(failed)} of {len(run.checks)} checks passed; written to {path}, to read: {page}")
     for check in failed:
         print(f"FAIL {check.name}: expected {check.expected}, found {check.found}")
     if run.source is Source.SOFTNPU:

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from afd_dsv4.evidence.report import SECTIONS, TRACE_FILE
+from afd_dsv4.evidence.report import CHROME_FILE, PAGE_FILE, SECTIONS, TRACE_FILE
+from afd_dsv4.workspace.chrome import chrome
 from afd_dsv4.workspace.trace import load
+from tests import pages
 
 pytestmark = [pytest.mark.npu, pytest.mark.vllm_runtime, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -30,7 +32,8 @@ def figures(value: object) -> list[dict[str, object]]:
 
 def test_the_run_passes_writes_its_file_and_claims_nothing_about_a_device(tmp_path: Path) -> None:
     (tmp_path / "evidence.json").write_text('{"passed": true, "from": "an older run"}')
-    (tmp_path / TRACE_FILE).write_text("of an older run")
+    for name in (TRACE_FILE, CHROME_FILE, PAGE_FILE):
+        (tmp_path / name).write_text("of an older run")
     # Started without the launcher: the command finds the software NPU by itself.
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     command = [sys.executable, "-m", "afd_dsv4", "evidence", "--tokens", "1024", "--out", str(tmp_path)]
@@ -70,6 +73,11 @@ def test_the_run_passes_writes_its_file_and_claims_nothing_about_a_device(tmp_pa
     assert trace["leases"]["value"] == leases
     assert trace["touches"]["value"] == leases * 63 == [op for _, op, *_ in recorded.records].count("touch")
     assert trace["records"]["value"] == len(recorded.records)
+    assert json.loads((tmp_path / CHROME_FILE).read_text()) == json.loads(json.dumps(chrome(recorded.records)))
+    page = (tmp_path / PAGE_FILE).read_text(encoding="utf-8")
+    assert pages.faults(page) == []
+    assert pages.carried(page)["evidence"] == found
+    assert len(pages.carried(page)["timeline"]) == leases
     judged = subprocess.run(
         [sys.executable, "-m", "afd_dsv4", "trace", "check", str(tmp_path / trace["file"])],
         env=environment,

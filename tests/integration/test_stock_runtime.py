@@ -21,6 +21,7 @@ from afd_dsv4.evidence.memory import broken_laws, measure, planned, scale, scale
 from afd_dsv4.evidence.rows import Batch
 from afd_dsv4.evidence.soak_load import Gate
 from afd_dsv4.geometry import CompressorKind, page_layout
+from afd_dsv4.softnpu import runtime as softnpu
 from afd_dsv4.tail.store import TailFull, TailVoid, UnknownPosition
 from afd_dsv4.tail.tables import RequestChunk, RequestId
 from afd_dsv4.workspace.arena import Exhausted
@@ -422,25 +423,49 @@ def test_staging_rewritten_without_the_ring_sends_other_values() -> None:
     assert staged(2, ordered=False)[0] != list(range(8))
 
 
-def staged(entries: int, *, ordered: bool) -> tuple[list[int], int]:
-    """Eight values through the ring, each copy slow; what arrived, and how often the host waited."""
-    from afd_dsv4.softnpu import runtime
+class HeldEvent:
+    """An event of a stream that hangs until the host waits for it: the copy is never over before, and always then."""
 
-    device = TorchDevice("npu")
+    def __init__(self) -> None:
+        self._event = torch.npu.Event()
+        self._stream: torch.npu.Stream | None = None
+
+    def record(self, stream: torch.npu.Stream) -> None:
+        self._stream = stream
+        self._event.record(stream)
+
+    def query(self) -> bool:
+        return bool(self._event.query())
+
+    def synchronize(self) -> None:
+        softnpu.release_stream(self._stream)
+        self._event.synchronize()
+
+
+class HoldingDevice(TorchDevice):
+    def event(self) -> HeldEvent:
+        return HeldEvent()
+
+
+def staged(entries: int, *, ordered: bool) -> tuple[list[int], int]:
+    """Eight values through the ring, each copy held back; what arrived, and how often the host waited."""
     buffers = [torch.zeros(1, dtype=torch.int32).pin_memory() for _ in range(entries)]
     arrived = torch.zeros(8, dtype=torch.int32, device="npu")
-    ring: StagingRing = StagingRing(EventSource(device), buffers)
+    streams = [torch.npu.Stream() for _ in range(8)]  # one a copy, so that each can be held back alone
+    ring: StagingRing = StagingRing(EventSource(HoldingDevice("npu")), buffers)
     torch.npu.synchronize()
-    runtime.set_copy_delay_us(50_000)
     try:
-        for value in range(8):
+        for value, stream in enumerate(streams):
             index, buffer = ring.take() if ordered else (value % entries, buffers[value % entries])
             buffer.numpy()[0] = value
-            arrived[value : value + 1].copy_(buffer, non_blocking=True)
-            ring.copied(index, device.current_stream())
-        torch.npu.synchronize()
+            softnpu.hang_stream(stream)
+            with torch.npu.stream(stream):
+                arrived[value : value + 1].copy_(buffer, non_blocking=True)
+            ring.copied(index, stream)
     finally:
-        runtime.set_copy_delay_us(0)
+        for stream in streams:
+            softnpu.release_stream(stream)
+    torch.npu.synchronize()
     return arrived.tolist(), ring.host_waits
 
 
@@ -456,9 +481,7 @@ def test_a_launch_after_finish_is_an_error() -> None:
 
 def test_a_request_in_a_reused_row_follows_the_last_lease_of_its_predecessor() -> None:
     """Row and pages go to the next request at once; only the order of the streams keeps them apart."""
-    from afd_dsv4.softnpu import runtime
-
-    runtime.set_schedule(11, 3000)
+    softnpu.set_schedule(11, 3000)
     try:
         world = World(9)
         requests = {name: world.request() for name in "abcdef"}
@@ -468,5 +491,5 @@ def test_a_request_in_a_reused_row_follows_the_last_lease_of_its_predecessor() -
             world.forward(requests, [chunk])
             world.runtime.end_request(chunk.request)
     finally:
-        runtime.set_schedule(0)
+        softnpu.set_schedule(0)
     assert world.different == 0

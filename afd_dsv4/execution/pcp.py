@@ -37,17 +37,23 @@ def pretending(store: TailStore, steps: Steps, leases: Callable[[], int]) -> Ite
         leases: how many were acquired so far (`workspace.arena.ArenaCounters.leases`).
 
     Raises:
-        LeasedMeanwhile: a lease was acquired within. What it maps stays as it was planned.
+        LeasedMeanwhile: a lease was acquired within. What it maps stays as it was planned. What ended the block is the
+            context; an interrupt is never replaced.
     """
     before = leases()
     put_back = store.remember(), steps.remember()
+    error: BaseException | None = None
     try:
         yield
+    except BaseException as raised:
+        error = raised
+        raise
     finally:
-        if leases() != before:
+        if leases() == before:
+            for each in put_back:
+                each()
+        elif error is None or isinstance(error, Exception):
             raise LeasedMeanwhile(
                 f"{leases() - before} workspace slots were leased while plans were only to be tried; begin executions "
                 f"before or after"
             )
-        for each in put_back:
-            each()

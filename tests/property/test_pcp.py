@@ -186,6 +186,24 @@ def test_a_lease_within_is_refused_and_what_it_maps_stays() -> None:
     runtime.end_forward(leased.generation)
 
 
+@pytest.mark.parametrize("stop", [ValueError, KeyboardInterrupt])
+def test_an_error_with_a_lease_within_is_the_context_and_an_interrupt_goes_on(stop: type[BaseException]) -> None:
+    runtime, steps, forward = world()
+    runtime.end_forward(forward.generation)
+    leased: list[Forward[ModelExecution]] = []
+
+    def body() -> None:
+        with pretending(runtime.store, steps, lambda: runtime.arena.counters.leases):
+            leased.append(Forward(runtime, [steps.chunks(["c"], [0], [3], {})]))
+            raise stop
+
+    with pytest.raises(LeasedMeanwhile if stop is ValueError else stop) as raised:
+        body()
+    assert stop in (type(raised.value), type(raised.value.__context__))
+    assert runtime.store.seat(RequestId("c")) is not None
+    runtime.end_forward(leased[0].generation)
+
+
 def test_a_tail_that_is_lost_while_plans_are_tried_stays_lost() -> None:
     runtime, steps, forward = world()
     with pretending(runtime.store, steps, lambda: runtime.arena.counters.leases):

@@ -159,7 +159,9 @@ def test_the_attention_role_is_on_with_both_connectors_whole_and_cut(
     assert found["stack"].endswith("afd-plugin 0.1 (commit 85e826ed8239dd9d8032375bb84a56116e24f0e0)")
     audited = {"audit": True} if "audited" in name else {}
     slots = 3 if "three slots" in name else 2
-    assert found["entered"] == {"mode": "afd", "slots": slots, "drafts": 0, "fence_timeout_s": 60.0, **audited}
+    launching = {"executor": "stock", "tile_tokens": 2048}
+    settled = {"mode": "afd", "slots": slots, "drafts": 0, "fence_timeout_s": 60.0, **launching, **audited}
+    assert found["entered"] == settled
 
 
 @pytest.mark.parametrize("name", ["cam ffn", "camp2p ffn"])

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+#
+# DeepSeek-V4-Flash on one node of 16 910C dies, DP4 x TP4, with the plugin in mode colocated. See README.md.
+#
+#     MODEL_PATH=... ./launch.sh [--dry-run] [--native]
+
+# shellcheck source=recipes/910c/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../../common.sh"
+read_options "$@"
+((${#arguments[@]} == 0)) || fail "takes no ${arguments[0]}"
+need MODEL_PATH "the folder of DeepSeek-V4-Flash-w8a8-mtp"
+
+environment=(ASCEND_RT_VISIBLE_DEVICES="${ASCEND_RT_VISIBLE_DEVICES:-0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15}")
+base_environment afd_dsv4
+environment+=(
+    "HCCL_BUFFSIZE=${HCCL_BUFFSIZE:-1024}"
+    VLLM_ASCEND_ENABLE_FLASHCOMM1=0 # not tried with the plugin
+    TASK_QUEUE_ENABLE=1
+)
+
+# The second stream off: native runs with it differ among themselves, so nothing was compared with it.
+additional='{"multistream_dsv4_dsa_overlap": false, "enable_cpu_binding": true'
+((native)) || additional+=", \"afd_dsv4\": $(settings colocated)"
+additional+='}'
+
+serve=(
+    "$MODEL_PATH"
+    --host "${HOST:-127.0.0.1}"
+    --port "${PORT:-8900}"
+    --served-model-name dsv4
+    --data-parallel-size 4
+    --tensor-parallel-size 4
+    --enable-expert-parallel
+    --quantization ascend
+    --tokenizer-mode deepseek_v4
+    --safetensors-load-strategy prefetch
+    --block-size 128
+    --max-model-len "${MAX_MODEL_LEN:-133120}"
+    --max-num-batched-tokens "${MAX_NUM_BATCHED_TOKENS:-32768}"
+    --max-num-seqs "${MAX_NUM_SEQS:-64}"
+    --gpu-memory-utilization "${GPU_MEMORY_UTILIZATION:-0.85}"
+    --no-enable-prefix-caching
+    --seed 1024
+    --speculative-config '{"method": "mtp", "num_speculative_tokens": 1, "enforce_eager": true}'
+    --compilation-config '{"cudagraph_mode": "FULL_DECODE_ONLY"}'
+    --additional-config "$additional"
+)
+launch

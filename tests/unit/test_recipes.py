@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""Recipes: every launch script is rendered, and its server is what the gate says that it is.
+
+No recipe can be run here, so what can be known without hardware is: the commands are those of shells and of vLLM, the
+settings are read by the plugin's own reader, and the gate is asked with the facts that the options mean.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from afd_dsv4 import cli
+from afd_dsv4.compat.adapters import ADAPTERS, full_name
+from afd_dsv4.compat.stack import InstalledStack
+from afd_dsv4.config import CONFIG_VARIABLE, MODE_VARIABLE, Mode, read, switched_off
+from afd_dsv4.doctor import planned
+from afd_dsv4.doctor.machine import ASCEND, GENERAL_GROUP, Machine, Plugin
+from afd_dsv4.gate import Decision, decide
+from afd_dsv4.geometry import preset
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "recipes"
+SCRIPTS = sorted(RECIPES.rglob("*.sh"))
+READMES = sorted(path for path in RECIPES.rglob("README.md") if path.parent != RECIPES)
+ON_NPUS = [path for path in READMES if "910c" in path.parts]
+OPERATOR = {
+    "MODEL_PATH": "/models/it's here",
+    "LOCAL_IP": "10.0.0.1",
+    "NIC_NAME": "eth0",
+    "HEAD_IP": "10.0.0.1",
+    "PATH": os.environ["PATH"],
+}
+NODE = "910c/none/deepseek_v4_flash"
+PRO = "910c/none/deepseek_v4_pro"
+CAM = "910c/CAMAsyncAFDConnector/deepseek_v4_flash"
+P2P = "910c/CAMP2pAFDConnector/deepseek_v4_flash"
+LAUNCHES = {
+    "flash": (NODE, ()),
+    "pro, head": (PRO, ("0",)),
+    "pro, other": (PRO, ("1",)),
+    "cam, attention": (CAM, ("attention",)),
+    "cam, ffn": (CAM, ("ffn",)),
+    "camp2p, attention": (P2P, ("attention",)),
+    "camp2p, ffn": (P2P, ("ffn",)),
+}
+#: The stack of every recipe on NPUs, as docs/compat.md has it.
+STACK = InstalledStack(
+    "3.11.7", "aarch64", "2.10.0", "2.10.0", "0.26.0", "0.26.0", "5.14.1", vllm_ascend_commit="80d8c194f"
+)
+WITH_AFD = replace(STACK, afd_plugin="0.26.0", afd_plugin_commit="85e826e")
+CUDA_ONLY = "AFD model: afd_plugin.model_executor.models.deepseek_v4:AFDDeepseekV4ForCausalLM"
+
+
+class Command(NamedTuple):
+    environment: dict[str, str]
+    options: dict[str, Any]
+    model: str
+
+
+def run(recipe: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(RECIPES / recipe / "launch.sh"), *arguments],
+        env={**OPERATOR, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def parse(text: str) -> Command:
+    """A printed command, as a shell would read it."""
+    words = shlex.split(text.replace("\\\n", " "))
+    assert words.pop(0) == "env"
+    at = words.index("vllm")
+    environment = dict(word.split("=", 1) for word in words[:at])
+    assert words[at + 1] == "serve"
+    model, *rest = words[at + 2 :]
+    options: dict[str, Any] = {}
+    while rest:
+        name = rest.pop(0)
+        assert name.startswith("--"), name
+        key = name[2:].replace("-", "_")
+        assert key not in options, f"{name} twice"
+        if not rest or rest[0].startswith("--"):
+            options[key.removeprefix("no_")] = not key.startswith("no_")
+        else:
+            value = rest.pop(0)
+            options[key] = json.loads(value) if re.fullmatch(r"\{.*\}|\d+(\.\d+)?", value) else value
+    return Command(environment, options, model)
+
+
+def rendered(name: str, *more: str, **environment: str) -> Command:
+    recipe, arguments = LAUNCHES[name]
+    done = run(recipe, "--dry-run", *more, *arguments, **environment)
+    assert done.returncode == 0, done.stderr
+    return parse(done.stdout)
+
+
+def decision(command: Command, model: str | None = None) -> Decision:
+    """What the gate says, on the stack of the recipe; with another class registered for AFD, if it is given."""
+    listed = command.environment["VLLM_PLUGINS"].split(",")
+    assert {*ASCEND, "afd_dsv4"} <= set(listed)
+    plugins = tuple(Plugin(GENERAL_GROUP, name, "", "", loaded=True) for name in listed)
+    stack = WITH_AFD if "afd" in command.options["additional_config"] else STACK
+    machine = Machine(stack, None, None, plugins, {})
+    geometry = preset("pro" if command.options["tensor_parallel_size"] == 16 else "flash")
+    server = tuple(command.options[key] for key in ("max_num_batched_tokens", "block_size", "max_num_seqs"))
+    settings = read(command.options["additional_config"], command.environment)
+    facts = planned._facts(command.options, machine, command.environment, geometry, server, [])
+    assert facts.worker_class == ADAPTERS[str(full_name(stack.name, stack.afd) or stack.name)].worker
+    if model:
+        assert facts.afd is not None
+        facts = replace(facts, afd=replace(facts.afd, model=model))
+    return decide(settings, facts)
+
+
+@pytest.mark.parametrize("name", ["flash", "pro, head", "pro, other"])
+def test_a_colocated_recipe_is_on_with_every_size(name: str) -> None:
+    found = decision(rendered(name))
+    assert found.active, found.reasons
+    assert found.settings is not None
+    assert (found.settings.mode, found.settings.slots, found.settings.drafts) == (Mode.COLOCATED, 2, 1)
+    assert found.sizes is not None
+    assert found.sizes.slots == 3  # and one of the graphs
+
+
+@pytest.mark.parametrize("name", ["cam, attention", "camp2p, attention"])
+def test_an_afd_recipe_lacks_nothing_but_a_model_for_npus(name: str) -> None:
+    command = rendered(name)
+    refused = decision(command)
+    assert refused.refused
+    assert [reason.partition(",")[0] for reason in refused.reasons] == [CUDA_ONLY]
+    with_model = decision(command, model="somebody:AFDDeepseekV4ForCausalLM")
+    assert with_model.active, with_model.reasons
+
+
+@pytest.mark.parametrize("name", ["cam, ffn", "camp2p, ffn"])
+def test_the_other_role_is_off_and_not_refused(name: str) -> None:
+    found = decision(rendered(name))
+    assert not found.active
+    assert not found.refused
+
+
+def test_the_gate_of_this_test_sees_what_a_script_gets_wrong() -> None:
+    """Negative control of the three tests above."""
+    command = rendered("cam, attention")
+    additional = command.options["additional_config"]
+    for key, value, what in (
+        ("enable_dsv4_shared_compressor_workspace", True, "native tail mode"),
+        ("multistream_dsv4_dsa_overlap", True, "multistream overlap"),
+        ("afd", additional["afd"] | {"async": False}, "CAMAsyncAFDConnector"),
+    ):
+        wrong = command._replace(options=command.options | {"additional_config": additional | {key: value}})
+        reasons = decision(wrong, model="somebody:Model").reasons
+        assert [reason.partition(":")[0] for reason in reasons] == [what]
+    wrong = command._replace(options=command.options | {"enable_prefix_caching": True})
+    assert "prefix caching" in decision(wrong, model="somebody:Model").reasons[0]
+
+
+@pytest.mark.parametrize("name", [name for name in LAUNCHES if "cam" in name])
+def test_both_roles_of_an_afd_recipe_agree_and_switch_the_native_mode_off(name: str) -> None:
+    additional = rendered(name).options["additional_config"]
+    assert additional["enable_dsv4_shared_compressor_workspace"] is False
+    other = LAUNCHES[name][0], {"attention": "ffn", "ffn": "attention"}[LAUNCHES[name][1][0]]
+    theirs = parse(run(other[0], "--dry-run", other[1]).stdout)
+    mine = rendered(name)
+    assert theirs.options["additional_config"]["afd"] | {"role": ""} == additional["afd"] | {"role": ""}
+    for key in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size"):
+        assert theirs.options[key] == mine.options[key]
+    ranks = {role: command.options["data_parallel_size"] * command.options["tensor_parallel_size"]
+             for role, command in ((additional["afd"]["role"], mine), (other[1], theirs))}  # fmt: skip
+    assert ranks == {"attention": additional["afd"]["num_attention_ranks"], "ffn": additional["afd"]["num_ffn_ranks"]}
+    devices = [command.environment["ASCEND_RT_VISIBLE_DEVICES"].split(",") for command in (mine, theirs)]
+    assert sorted(map(int, devices[0] + devices[1])) == list(range(16))
+    assert mine.options["port"] != theirs.options["port"]
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_native_is_the_same_command_without_the_plugin(name: str) -> None:
+    ours, native = rendered(name), rendered(name, "--native")
+    assert native.environment.pop(MODE_VARIABLE) == "off"
+    assert ours.environment == native.environment
+    assert "afd_dsv4" not in native.options["additional_config"]
+    ours.options["additional_config"].pop("afd_dsv4")
+    assert ours.options == native.options
+    assert switched_off({MODE_VARIABLE: "off"})
+    assert CONFIG_VARIABLE not in ours.environment
+
+
+def test_what_the_operator_sets_reaches_the_command_in_one_piece() -> None:
+    command = rendered("flash", MAX_NUM_BATCHED_TOKENS="8192", SLOTS="3", FENCE_TIMEOUT_S="120")
+    assert command.model == OPERATOR["MODEL_PATH"]
+    assert command.options["max_num_batched_tokens"] == 8192
+    settings = read(command.options["additional_config"], {})
+    assert (settings.slots, settings.fence_timeout_s) == (3, 120)
+    assert rendered("cam, attention", MODEL_PLUGIN="mine").environment["VLLM_PLUGINS"].endswith(",afd,afd_dsv4,mine")
+
+
+def test_workers_reach_the_page_where_one_api_server_is_alone_with_it() -> None:
+    """vLLM makes an API server for each local engine, and sets the folder itself where there are several."""
+    for name in LAUNCHES:
+        command = rendered(name)
+        options = command.options
+        servers = (
+            0 if options.get("headless") else options.get("data_parallel_size_local", options["data_parallel_size"])
+        )
+        assert ("PROMETHEUS_MULTIPROC_DIR" in command.environment) is (servers == 1), name
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "unset", "said"),
+    [
+        (NODE, (), "MODEL_PATH", "set MODEL_PATH to the folder"),
+        (NODE, ("attention",), None, "takes no attention"),
+        (NODE, ("--dryrun",), None, "unknown option --dryrun; there are --dry-run and --native"),
+        (PRO, ("2",), None, "say which node this is"),
+        (PRO, ("0",), "HEAD_IP", "set HEAD_IP to the address of node 0"),
+        (CAM, (), None, "say which role this is: attention or ffn"),
+        (P2P, ("ffn",), "NIC_NAME", "set NIC_NAME to the network interface"),
+    ],
+)
+def test_a_wrong_call_says_what_to_do_and_starts_nothing(
+    recipe: str, arguments: tuple[str, ...], unset: str | None, said: str
+) -> None:
+    done = run(recipe, *arguments, **({unset: ""} if unset else {}))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert said in done.stderr
+
+
+def test_a_real_launch_runs_what_the_dry_run_printed(tmp_path: Path) -> None:
+    """With a program of that name that says how it was called."""
+    program = tmp_path / "vllm"
+    program.write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$VLLM_PLUGINS" "$PROMETHEUS_MULTIPROC_DIR" "$@"\n')
+    program.chmod(0o755)
+    folder = tmp_path / "metrics"
+    folder.mkdir()
+    (folder / "counter_1.db").write_text("of an earlier server")
+    ours = {"PATH": f"{tmp_path}:{OPERATOR['PATH']}", "METRICS_DIR": str(folder)}
+    plugins, metrics, *words = run(PRO, "0", **ours).stdout.split("\0")[:-1]
+    printed = run(PRO, "--dry-run", "0", **ours).stdout
+    expected = shlex.split(printed.replace("\\\n", " "))
+    assert words == expected[expected.index("vllm") + 1 :]
+    assert f"VLLM_PLUGINS={plugins}" in expected
+    assert metrics == str(folder)
+    assert [*folder.iterdir()] == []
+
+
+def test_scripts_are_clean_for_shellcheck_and_it_sees_a_planted_fault(tmp_path: Path) -> None:
+    shellcheck = Path(sys.executable).parent / "shellcheck"
+    if not shellcheck.exists():
+        pytest.skip("shellcheck is not installed: make setup")
+    planted = tmp_path / "planted.sh"
+    planted.write_text("#!/usr/bin/env bash\nrm -rf $1\n")
+    for files, status in ((SCRIPTS, 0), ([planted], 1)):
+        done = subprocess.run(
+            [shellcheck, "-x", *files], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == status, done.stdout
+
+
+def vllms_options() -> set[str]:
+    """Options of `vllm serve` of the installed vLLM, read from its sources: fields of its argument classes."""
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    folder = Path(found.origin).parent
+    names: set[str] = set()
+    for file in ("engine/arg_utils.py", "entrypoints/openai/cli_args.py"):
+        text = (folder / file).read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+        names |= {name.replace("-", "_") for name in re.findall(r'"--([a-z-]+)"', text)}
+    return names
+
+
+@pytest.mark.vllm_runtime
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_every_option_is_one_of_vllms(name: str) -> None:
+    known = vllms_options()
+    assert set(rendered(name).options) - known == set()
+    assert "enable_prefix_cashing" not in known
+
+
+def test_every_recipe_has_its_sections_its_pins_and_its_status() -> None:
+    with (ROOT / "compat" / "verified.csv").open(encoding="utf-8", newline="") as file:
+        verified = {row["stack"] for row in csv.DictReader(file)}
+    assert len(ON_NPUS) == 4
+    for path in READMES:
+        text = path.read_text(encoding="utf-8")
+        parts = path.relative_to(RECIPES).parts
+        assert len(parts) == 4, f"{path}: recipes/<hardware>/<connector>/<model>"
+        sections = [line.removeprefix("## ") for line in text.splitlines() if line.startswith("## ")]
+        for wanted in ("Prerequisites", "Topology", "Launch order", "Validation", "Limitations"):
+            assert wanted in sections, path
+        (pins,) = re.findall(r"^\| Pins \| (.*) \|$", text, re.MULTILINE)
+        named = re.findall(r"`([a-z0-9.+-]+)`", pins)
+        assert named, path
+        assert set(named) <= verified, path
+        (status,) = re.findall(r"^\| Status \| (.*) \|$", text, re.MULTILINE)
+        assert ("**not yet run on hardware**" in status) is (path in ON_NPUS), path
+        if path in ON_NPUS:
+            assert "Benchmark" in sections, path
+            assert "--native" in text, path
+        assert path.parent.relative_to(RECIPES).as_posix() in (RECIPES / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", [*READMES, RECIPES / "README.md"], ids=lambda path: str(path.relative_to(RECIPES)))
+def test_links_of_a_recipe_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+        if not target.startswith("http"):
+            assert (path.parent / target).exists(), target
+
+
+PLANS = [
+    (path, command)
+    for path in READMES
+    for command in re.findall(
+        r"^ +(?:\.venv/bin/)?(afd-dsv4 plan (?:[^\\\n]|\\\n)*)", path.read_text(encoding="utf-8"), re.MULTILINE
+    )
+]
+
+
+@pytest.mark.parametrize(("path", "command"), PLANS, ids=[str(path.relative_to(RECIPES)) for path, _ in PLANS])
+def test_the_plan_of_a_recipe_says_what_its_page_says(
+    path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(shlex.split(command.replace("\\\n", " "))[1:])
+    said = capsys.readouterr().out
+    text = path.read_text(encoding="utf-8")
+    assert len(PLANS) == 4
+    blocks = dict(re.findall(r"^  (whole prompt|free) +([\d,]+ +[\d,]+)$", said, re.MULTILINE))
+    for row in ("whole prompt", "free"):
+        for number in blocks[row].split():
+            assert number in text, (row, number)

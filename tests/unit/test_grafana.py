@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""The dashboard: every metric and label of its queries exists, none is forgotten, and Grafana finds what it needs.
+
+Grafana is not run here; what it needs is taken from its JSON model: ids, places that do not overlap, a data source.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from afd_dsv4 import metrics
+
+DASHBOARD = json.loads(
+    (Path(__file__).resolve().parents[2] / "recipes" / "grafana" / "afd_dsv4.json").read_text(encoding="utf-8")
+)
+KNOWN = {metric.full_name: set(metric.labels) for metric in metrics.METRICS}
+WORDS = {"sum", "rate", "by", "or", "vector", "label_values"}
+
+
+def queries(dashboard: dict[str, Any]) -> list[str]:
+    targets = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    return targets + [
+        variable["definition"] for variable in dashboard["templating"]["list"] if "definition" in variable
+    ]
+
+
+def faults(dashboard: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a dashboard, in words."""
+    for query in queries(dashboard):
+        named = re.findall(rf"{metrics.PREFIX}\w+", query)
+        yield from (f"no metric {name}" for name in named if name not in KNOWN)
+        labels = {label for part in re.findall(r"\{([^}]*)\}", query) for label in re.findall(r"(\w+)\s*=", part)}
+        labels |= {label.strip() for part in re.findall(r"by \(([^)]*)\)", query) for label in part.split(",")}
+        for name in named:
+            yield from (f"{name} has no label {label}" for label in sorted(labels - KNOWN.get(name, labels)))
+        if query.count("(") != query.count(")") or query.count("{") != query.count("}"):
+            yield f"brackets of {query}"
+        for name in re.findall(r"\brate\((\w+)", query):
+            if not name.endswith("_total"):
+                yield f"rate of {name}, which is no counter"
+        bare = re.sub(r'\{[^}]*\}|\[[^\]]*\]|"[^"]*"|by \([^)]*\)|, \w+\)', "", query)
+        yield from (
+            f"word {word} in {query}"
+            for word in re.findall(r"[a-z_]\w*", bare)
+            if word not in WORDS and not word.startswith(metrics.PREFIX)
+        )
+    shown = {name for query in queries(dashboard) for name in re.findall(rf"{metrics.PREFIX}\w+", query)}
+    yield from (f"{name} is not shown" for name in sorted(set(KNOWN) - shown))
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    if len(set(ids)) != len(ids):
+        yield "two panels with one id"
+    taken: dict[tuple[int, int], str] = {}
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        if not 0 <= place["x"] < place["x"] + place["w"] <= 24:
+            yield f"{panel['title']} is beside the grid"
+        for cell in ((x, y) for x in range(place["x"], place["x"] + place["w"])
+                     for y in range(place["y"], place["y"] + place["h"])):  # fmt: skip
+            if cell in taken:
+                yield f"{panel['title']} lies on {taken[cell]}"
+                break
+            taken[cell] = panel["title"]
+        if panel["type"] == "row":
+            continue
+        if panel["datasource"] != {"type": "prometheus", "uid": "${datasource}"}:
+            yield f"{panel['title']} has a data source of its own"
+        for target in panel["targets"]:
+            yield from (
+                f"{panel['title']}: legend {{{{{label}}}}} is not in the query"
+                for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
+                if not re.search(rf"by \([^)]*\b{label}\b", target["expr"])
+            )
+
+
+def test_queries_are_of_metrics_that_exist_and_panels_where_grafana_can_draw_them() -> None:
+    assert [*faults(DASHBOARD)] == []
+
+
+def test_the_model_has_what_grafana_imports() -> None:
+    for key in ("uid", "title", "schemaVersion", "panels", "templating", "time", "annotations"):
+        assert key in DASHBOARD
+    assert [variable["name"] for variable in DASHBOARD["templating"]["list"]] == ["datasource", "engine"]
+    assert DASHBOARD["templating"]["list"][0]["query"] == "prometheus"
+    used = set(re.findall(r"\$(\w+)", json.dumps(DASHBOARD))) - {"__rate_interval", "__all"}
+    assert used <= {"engine", "datasource"}
+    assert len(DASHBOARD["uid"]) <= 40
+
+
+def planted(change: str, to: str) -> list[str]:
+    text = json.dumps(DASHBOARD)
+    assert change in text
+    return [*faults(json.loads(text.replace(change, to, 1)))]
+
+
+def test_planted_faults_are_found() -> None:
+    """Negative control."""
+    assert "no metric afd_dsv4_executors" in planted("afd_dsv4_executor{", "afd_dsv4_executors{")
+    assert "afd_dsv4_executor is not shown" in planted("afd_dsv4_executor{", "afd_dsv4_slots{")
+    assert "afd_dsv4_executor has no label executer" in planted("sum by (executor)", "sum by (executer)")
+    assert any("legend {{executor}}" in fault for fault in planted("sum by (executor)", "sum by (engine)"))
+    assert "rate of afd_dsv4_slots, which is no counter" in planted(
+        "sum(rate(afd_dsv4_leases_total{", "sum(rate(afd_dsv4_slots{"
+    )
+    assert "two panels with one id" in planted('"id": 2,', '"id": 1,')
+    assert any("lies on" in fault for fault in planted('"x": 6,', '"x": 5,'))
+    assert any(fault.startswith("brackets") for fault in planted("or vector(0)", "or vector(0"))
+    assert any(fault.startswith("word sam") for fault in planted("sum(", "sam("))

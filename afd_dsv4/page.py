@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 WIDTH: Final = 360  # of every chart, in its own units
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 36  # around the plot of lines
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 18, 10, 36  # around the plot of lines
 _DASHES: Final = ("", "7 3", "2 3", "9 3 2 3", "1 2")
 
 

@@ -41,9 +41,9 @@ hypothesis.settings.load_profile(PROFILE)
 
 REMEDY = "run: python -m afd_dsv4.softnpu -- python -m pytest"
 REQUIRE = "AFD_DSV4_REQUIRE_NPU"
-#: How the reason of a skip begins that is right on a complete machine too: a test for a real accelerator, or a case
-#: that does not exist here.
-EXCUSED = ("device: ", "no such case: ")
+#: How the reason of a skip begins that is right on a complete machine too: a test for a real accelerator, or in a
+#: browser, or a case that does not exist here.
+EXCUSED = ("device: ", "no browser: ", "no such case: ")
 
 
 @cache

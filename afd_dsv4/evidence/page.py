@@ -53,6 +53,7 @@ _COUNTS: Final = {
     "/parity/tokens": "/parity/tokens/source",
     "/isolation": "/stack/device",
 }
+_OF_SLOTS: Final = "/performance/reuse/32,768 tokens/throughput_of/slots/"
 #: What each point rests on: label and place in the file. What a device has not is left out.
 _RESTS: Final[dict[int, tuple[tuple[str, str], ...]]] = {
     1: (
@@ -75,7 +76,7 @@ _RESTS: Final[dict[int, tuple[tuple[str, str], ...]]] = {
         ("touches", "/order/trace/touches"),
         ("edges by events", "/order/trace/edges"),
         ("reuses that nothing orders", "/order/trace/unordered_reuses"),
-        ("reuses in graph replays and eager executions", "/order/replays/replays"),
+        ("graph replays between eager executions", "/order/replays/replays"),
         ("bytes compared under load", "/order/soak/bytes_compared"),
         ("of which wrong", "/order/soak/bytes_wrong"),
     ),
@@ -86,11 +87,8 @@ _RESTS: Final[dict[int, tuple[tuple[str, str], ...]]] = {
         ("native payload of the same batch", "/memory/native_state_payload"),
     ),
     5: (
-        ("run, in seconds", "/performance/evidence_seconds"),
-        (
-            "throughput of slots over private memory",
-            "/performance/reuse/32,768 tokens/throughput_of/slots/over_private",
-        ),
+        ("throughput of slots over waiting for the device", _OF_SLOTS + "over_synchronised"),
+        ("throughput of slots over memory of each layer's own", _OF_SLOTS + "over_private"),
     ),
     6: (("upstream symbols compared by identity", "/isolation/symbols_compared"),),
     7: (
@@ -185,7 +183,7 @@ class _View:
         for at, point in enumerate(self.at("/verdicts/points") or ()):
             verdict = point["verdict"]
             rests = [
-                (label, pointer) for label, pointer in _RESTS.get(point["number"], ()) if self.at(pointer) is not None
+                (label, pointer) for label, pointer in self._rests(point["number"]) if self.at(pointer) is not None
             ]
             rows = [(label, self.figure(pointer)) for label, pointer in rests]
             numbers = [table(f"Figures of point {point['number']}", ("what", "figure"), rows, words=2)] if rows else []
@@ -207,6 +205,15 @@ class _View:
         if not parts:
             parts.append(tag("p", "The run did not come to its verdicts."))
         return section("points", "The seven points of vllm-project/afd-plugin#292", *parts)
+
+    def _rests(self, number: int) -> Iterator[tuple[str, str]]:
+        yield from _RESTS.get(number, ())
+        for at, entry in enumerate(self.at("/memory/scaling") or ()):
+            if number == 4 and "transient" in entry:
+                yield (
+                    f"a forward adds at its peak, {entry['what']} x {entry['scale']}",
+                    f"/memory/scaling/{at}/transient",
+                )
 
     def admission(self) -> Html:
         """What the real scheduler did."""

@@ -39,7 +39,7 @@ def test_every_figure_of_the_file_is_in_the_page_with_its_source(page) -> None:
         for figure in cell.all("data"):
             cells.setdefault(figure.attributes["data-path"], []).append(cell)
     found = list(walk(document, "/evidence"))
-    assert len(found) == 55
+    assert len(found) == 57
     for place, figure in found:
         assert cells[f"{place}/value"]
         for cell in cells[f"{place}/value"]:
@@ -72,8 +72,8 @@ def test_each_point_has_its_verdict_its_reason_and_what_it_rests_on(page) -> Non
         1: "/parity/rows_total/compressed_different/value",
         2: "/order/trace/unordered_reuses/value",
         3: "/order/trace/edges/value",
-        4: "/memory/tail_bytes_per_request/value",
-        5: "/performance/evidence_seconds/value",
+        4: "/memory/scaling/1/transient/value",
+        5: "/performance/reuse/32,768 tokens/throughput_of/slots/over_synchronised/value",
         6: "/isolation/symbols_compared",
         7: "/admission/engine/steps_waited/plugin/value",
     }

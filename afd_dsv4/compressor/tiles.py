@@ -43,11 +43,13 @@ def cut_into_tiles(chunks: Sequence[RequestChunk], limit: int, ratio: int, *, ov
         overlap: whether a window reads the one before.
 
     Raises:
-        ValueError: there is to be a cut, and a tile might not hold a window, or not the rows that the next one carries.
+        ValueError: there is to be a cut, and a tile might not hold a window, or not, apart from what it carries itself,
+            the rows that the next one carries.
     """
     carry = ratio if overlap else 0
-    if limit < ratio + carry and sum(chunk.tokens for chunk in chunks) > limit:
-        raise ValueError(f"tiles of at most {limit} tokens for windows that read {ratio + carry}; make them larger")
+    least = ratio + 2 * carry  # so that rows that are carried lie apart from where they go: a cut leaves enough
+    if limit < least and sum(chunk.tokens for chunk in chunks) > limit:
+        raise ValueError(f"tiles of at most {limit} tokens for windows that need {least}; make them larger")
     cuts, first, end = [0], 0, 0  # of the tile, and of the requests before
     for chunk in chunks:
         begin, end = end, end + chunk.tokens

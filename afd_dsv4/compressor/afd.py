@@ -122,7 +122,12 @@ class AfdRuntime(StockRuntime):
         if cores is None:
             self._cores = int(self._ops.vector_cores(self.device.device.index or 0))
         for kind in self.pools:
-            self._check(kind)
+            self._try(kind, torch.device("meta"), self._limit, self.store.max_num_seqs)
+        # Once for true: what a device loads with a kernel's first launch is not loaded while a graph is captured, and
+        # kernels that do not run stop the start, not the first request. No forward before a capture would launch them.
+        for kind in self.pools:
+            self._try(kind, self.device.device, kind.ratio, 1)
+        torch.get_device_module(self.device.device).synchronize()
 
     def _also_writes(self, kind: CompressorKind) -> tuple[str, ...]:
         return (f"staging rows of {_AREA_OF[kind][0].value}",)
@@ -155,27 +160,28 @@ class AfdRuntime(StockRuntime):
         end = split + kernel_bytes(kind, self._limit, self.store.max_num_seqs, self.geometry.head_dim)
         return area[:split].view(torch.float32).view(-1, values), area[split:end]
 
-    def _check(self, kind: CompressorKind) -> None:
-        """Ask the kernels whether they take the largest tile of this kind, without a launch."""
-        shape, seqs = self.shapes[kind.ratio], self.store.max_num_seqs
-        pool = self.pools[kind]
-        values = pool.shape[2]
-        rows_of, width = min(self._limit, self._limit // kind.ratio + seqs), values // (2 * kind.coff)
+    def _try(self, kind: CompressorKind, where: torch.device, tokens: int, requests: int) -> None:
+        """Launch a batch of padding: on meta tensors to ask whether kernels take it, on the device to run them.
 
-        def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.empty(sizes, dtype=dtype, device="meta")
-
-        rows, pages, ape = empty(self._limit, values), pool.to("meta"), empty(kind.ratio, values // 2)
-        angles = empty(rows_of, self.geometry.qk_rope_head_dim)
-        columns = self.tables[0][kind.ratio].columns
-        lists = [empty(count, dtype=torch.int32) for count in (seqs + 1, seqs)]
-        lists.append(empty(seqs, columns, dtype=torch.int32))
-        workspace = empty(self._memory(0, kind)[1].shape[0], dtype=torch.uint8)
-        launch = {"ratio": kind.ratio, "coff": kind.coff, "carry": 0, "first_token": 0, "tokens": self._limit}
-        launch |= {"launch_tokens": self._limit, "blocks": self._cores or 1}
-        norm, out = empty(width, dtype=torch.bfloat16), empty(rows_of, width, dtype=torch.bfloat16)
-        self._ops.compress(rows, pages, ape, norm, angles, angles, *lists, out, workspace, norm_eps=1e-6, **launch)
-        self._ops.tail_update(rows, pages, ape, *lists, workspace, list_ids=shape.tail_pages, **launch)
+        No row of it is addressed, and its state table is all zero.
+        """
+        zeros = functools.partial(torch.zeros, device=where)
+        pool, ratio, bfloat16 = self.pools[kind].to(where), kind.ratio, torch.bfloat16
+        values, windows = pool.shape[2], min(tokens, tokens // ratio + requests)
+        width, hidden = values // (2 * kind.coff), self.geometry.hidden_size
+        x, weight = zeros((tokens, hidden), dtype=bfloat16), zeros((values // 2, hidden), dtype=bfloat16)
+        rows, ape = zeros((tokens, values)), zeros((ratio, values // 2))
+        angles = zeros((windows, self.geometry.qk_rope_head_dim))
+        norm, out = zeros(width, dtype=bfloat16), zeros((windows, width), dtype=bfloat16)
+        lists = [zeros(count, dtype=torch.int32) for count in (requests + 1, requests)]
+        lists.append(zeros((requests, self.tables[0][ratio].columns), dtype=torch.int32))
+        workspace = self._memory(0, kind)[1].to(where)
+        launch = {"ratio": ratio, "coff": kind.coff, "carry": 0, "first_token": 0, "tokens": tokens}
+        launch |= {"launch_tokens": tokens, "blocks": self._cores or 1}
+        self._ops.project(x, weight, weight, rows)
+        self._ops.compress(rows, pool, ape, norm, angles, angles, *lists, out, workspace, norm_eps=1e-6, **launch)
+        list_ids = self.shapes[ratio].tail_pages
+        self._ops.tail_update(rows, pool, ape, *lists, workspace, list_ids=list_ids, **launch)
 
     def _launch(
         self,

@@ -235,7 +235,8 @@ class Queued(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
+        if not any(isinstance(value, torch.Tensor) and value.is_meta for value in args):
+            self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -300,6 +301,21 @@ def test_a_model_that_the_kernels_have_not_is_refused_at_the_start_by_its_number
     narrow = ModelGeometry("narrow", 32, 1, (4,), head_dim=256)
     with pytest.raises(RuntimeError, match=r"afd_dsv4::compress: .*256"):
         World(8, geometry=narrow, cls=runtime_class(128))
+
+
+def test_every_kernel_runs_once_at_the_start_and_leaves_no_page_changed() -> None:
+    pools: dict[CompressorKind, torch.Tensor] = {}
+
+    class Watched(AfdRuntime):
+        def _make_areas(self, slots: int, drafts: int) -> Any:
+            pools.update((kind, pool.fill_(7).cpu()) for kind, pool in self.pools.items())
+            return super()._make_areas(slots, drafts)
+
+    with Queued() as seen:
+        runtime = World(8, cls=partial(Watched, tile_tokens=128)).runtime
+    each = ["afd_dsv4.project.default", "afd_dsv4.compress.default", "afd_dsv4.tail_update.default"]
+    assert [name for name in seen.names if name in each] == each * 3
+    assert all(torch.equal(pool.cpu(), pools[kind]) for kind, pool in runtime.pools.items())
 
 
 def test_operators_of_another_back_end_than_is_written_beside_them_are_refused() -> None:

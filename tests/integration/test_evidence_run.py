@@ -16,6 +16,7 @@ from afd_dsv4.evidence.report import CHROME_FILE, PAGE_FILE, SECTIONS, TRACE_FIL
 from afd_dsv4.workspace.chrome import chrome
 from afd_dsv4.workspace.trace import load
 from tests import pages
+from tests.trace_events import valid
 
 pytestmark = [pytest.mark.npu, pytest.mark.vllm_runtime, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -73,7 +74,9 @@ def test_the_run_passes_writes_its_file_and_claims_nothing_about_a_device(tmp_pa
     assert trace["leases"]["value"] == leases
     assert trace["touches"]["value"] == leases * 63 == [op for _, op, *_ in recorded.records].count("touch")
     assert trace["records"]["value"] == len(recorded.records)
-    assert json.loads((tmp_path / CHROME_FILE).read_text()) == json.loads(json.dumps(chrome(recorded.records)))
+    picture = json.loads((tmp_path / CHROME_FILE).read_text())
+    assert picture == json.loads(json.dumps(chrome(recorded.records)))
+    assert set(valid(picture)) == {1, 2}  # a track for each slot
     page = (tmp_path / PAGE_FILE).read_text(encoding="utf-8")
     assert pages.faults(page) == []
     assert pages.carried(page)["evidence"] == found

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from afd_dsv4.cli import main
 from afd_dsv4.workspace.chrome import chrome
 from afd_dsv4.workspace.trace import FIELDS, Header, Trace, TraceError, load, save
+from tests.trace_events import valid
 
 # One of every op, in microseconds: lease 1 on slot 0 from two streams, handed on to lease 2, which is quarantined.
 STORY = [
@@ -249,52 +250,7 @@ def test_a_malformed_line_is_an_error_with_its_number_and_a_remedy(tmp_path: Pat
     assert error.value.remedy
 
 
-# The picture. What it must be is written in the Trace Event Format; `valid` holds it against the parts used here.
-
-
-def valid(document: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
-    """Check a document; returns its slices by track, outer ones first."""
-    events = json.loads(json.dumps(document))["traceEvents"]
-    slices: dict[int, list[dict[str, Any]]] = {}
-    arrows: dict[int, list[dict[str, Any]]] = {}
-    named = set()
-    for event in events:
-        assert isinstance(event["name"], str)
-        assert event["pid"] == 1
-        assert isinstance(event["tid"], int)
-        if event["ph"] == "M":
-            assert event["name"] in ("process_name", "thread_name", "thread_sort_index")
-            if event["name"] == "thread_name":
-                named.add(event["tid"])
-            continue
-        assert event["ts"] >= 0
-        assert event["cat"]
-        if event["ph"] == "X":
-            assert event["dur"] >= 0
-            slices.setdefault(event["tid"], []).append(event)
-        elif event["ph"] in ("s", "f"):
-            assert event["ph"] == "s" or event["bp"] == "e"  # binds to the slice around it, not to the next one
-            arrows.setdefault(event["id"], []).append(event)
-        else:
-            assert event["ph"] == "i"
-            assert event["s"] in ("t", "p")
-    assert set(slices) <= named
-    for track in slices.values():
-        track.sort(key=lambda event: (event["ts"], -event["dur"]))
-        around: list[float] = []  # ends of the slices that one is in
-        for event in track:
-            while around and around[-1] <= event["ts"] + 1e-9:
-                around.pop()
-            end = event["ts"] + event["dur"]
-            assert not around or end <= around[-1] + 1e-9
-            around.append(end)
-    for start, finish in arrows.values():
-        assert (start["ph"], finish["ph"]) == ("s", "f")
-        assert (start["name"], start["cat"]) == (finish["name"], finish["cat"])
-        assert start["ts"] <= finish["ts"]
-        for end in (start, finish):
-            assert any(s["ts"] <= end["ts"] <= s["ts"] + s["dur"] for s in slices[end["tid"]])
-    return slices
+# The picture.
 
 
 def test_the_picture_has_a_track_for_a_slot_a_slice_for_a_lease_and_an_arrow_for_an_edge() -> None:
@@ -340,6 +296,39 @@ def test_an_arrow_leads_from_one_slot_to_the_other() -> None:
     assert [event["tid"] for event in document["traceEvents"] if event["ph"] in "sf"] == [1, 4]
     leases = [event for event in document["traceEvents"] if event.get("cat") == "lease"]
     assert [(event["args"]["outcome"], event["ts"] + event["dur"]) for event in leases] == [("open", 6), ("open", 6)]
+
+
+def _slices(document: dict[str, Any]) -> list[dict[str, Any]]:
+    return [event for event in document["traceEvents"] if event["ph"] == "X"]
+
+
+def _arrows(document: dict[str, Any], end: str) -> list[dict[str, Any]]:
+    return [event for event in document["traceEvents"] if event["ph"] == end]
+
+
+PLANTED = {
+    "a nanosecond too long": lambda d: _slices(d)[1].update(dur=6.001),
+    "a slice without an end": lambda d: _slices(d)[0].pop("dur"),
+    "a slice that ends before it begins": lambda d: _slices(d)[0].update(dur=-1),
+    "before the first record": lambda d: _slices(d)[0].update(ts=-1),
+    "a track without a name": lambda d: _slices(d)[0].update(tid=9),
+    "an arrow without an end": lambda d: d["traceEvents"].remove(_arrows(d, "f")[0]),
+    "an arrow back in time": lambda d: _arrows(d, "s")[0].update(ts=7.5),
+    "an arrow to the next slice": lambda d: _arrows(d, "f")[0].pop("bp"),
+    "an arrow from nowhere": lambda d: _arrows(d, "s")[1].update(ts=10.5),
+    "two arrows of one id": lambda d: [a.update(id=1) for a in _arrows(d, "s") + _arrows(d, "f")],
+    "an unknown phase": lambda d: _slices(d)[0].update(ph="Q"),
+    "not JSON": lambda d: _slices(d)[0].update(dur=float("nan")),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_of_a_picture_is_found(fault: str) -> None:
+    document = json.loads(json.dumps(chrome(STORY)))
+    valid(document)
+    PLANTED[fault](document)
+    with pytest.raises((AssertionError, KeyError, ValueError)):
+        valid(document)
 
 
 @pytest.mark.parametrize("cut", range(len(STORY) + 1))

@@ -29,6 +29,9 @@ NATIVE_WORKER: Final = "vllm_ascend.worker.worker.NPUWorker"
 AFD_WORKER: Final = "afd_plugin.v1.worker.npu.AFDNPUAttentionWorker"
 #: Devices whose page sizes `geometry` knows.
 DEVICES: Final = ("A2", "A3")
+#: Of what the kernels of the afd executor take: kernels_ascendc/compressor/tiling.h:kMaxRequests, and AfdDsv4Dtype.
+MOST_REQUESTS: Final = 4096
+DTYPES: Final = ("bfloat16", "float32")
 ATTENTION: Final = "attention"
 FFN: Final = "ffn"
 #: Connectors of afd-plugin that an adapter can follow.
@@ -70,6 +73,7 @@ _GRAPHS: Final = {"FULL": FULL_GRAPHS, "PIECEWISE": PIECEWISE_GRAPHS}  # words o
 _REQUIRED: Final = (
     "device",
     "model_type",
+    "dtype",
     "worker_cls",
     "prefix_caching",
     "decode_context_parallel",
@@ -151,6 +155,7 @@ class EngineFacts:
         platform: qualified name of vLLM's platform class.
         device: name of the Ascend device type, such as "A2".
         model_type: of the Hugging Face config.
+        dtype: that the model computes in, as torch calls it.
         geometry: the model, None where `geometry_error` says why not.
         geometry_error: why there is no geometry.
         afd: afd-plugin's configuration, None without one.
@@ -189,6 +194,7 @@ class EngineFacts:
     platform: str
     device: str | None
     model_type: str | None
+    dtype: str | None
     geometry: ModelGeometry | None
     geometry_error: str | None
     afd: AfdFacts | None
@@ -299,8 +305,10 @@ def _absurd(facts: object, cls: type = EngineFacts, path: str = "facts") -> Iter
         value = getattr(facts, name)
         kinds = tuple(get_origin(each) or each for each in (get_args(hint) if isinstance(hint, UnionType) else (hint,)))
         odd = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
-        if odd or (isinstance(value, int) and value < 0):
+        if odd:
             yield _no(f"{path}.{name}", repr(value), "report it")
+        elif isinstance(value, int) and value < 0:  # which a user may have typed
+            yield _no(f"{path}.{name}", repr(value), "correct or report it")
         elif isinstance(value, (AfdFacts, KernelFacts)):
             yield from _absurd(value, type(value), f"{path}.{name}")
 
@@ -499,6 +507,13 @@ def _against_kernels(facts: EngineFacts) -> Iterator[str]:
     for field, has in (("head_dim", 512), ("index_head_dim", 128), ("qk_rope_head_dim", 64)):
         if facts.geometry and (found := getattr(facts.geometry, field)) != has:
             yield _no("executor 'afd'", f"{field} {found}, its kernels have {has}", "use executor 'stock'")
+    if facts.dtype not in (None, *DTYPES):
+        yield _no(
+            "executor 'afd'", f"dtype {facts.dtype}, its kernels have {' and '.join(DTYPES)}", "use --dtype bfloat16"
+        )
+    if facts.max_num_seqs is not None and facts.max_num_seqs > MOST_REQUESTS:
+        found = f"max_num_seqs {facts.max_num_seqs}, its kernels take {MOST_REQUESTS} requests"
+        yield _no("executor 'afd'", found, f"set --max-num-seqs {MOST_REQUESTS} or less")
 
 
 def _layout(facts: EngineFacts) -> PageLayout:

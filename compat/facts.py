@@ -71,6 +71,7 @@ def facts_from(vllm_config: Any, platform: type, stack: InstalledStack, verdict:
         platform=f"{platform.__module__}.{platform.__qualname__}",
         device=_device(unread),
         model_type=_text(hf_config.get("model_type")),
+        dtype=_dtype(model),
         geometry=geometry,
         geometry_error=geometry_error,
         afd=afd,
@@ -175,6 +176,11 @@ def _geometry(hf_config: Mapping[str, Any]) -> tuple[ModelGeometry | None, str |
         return from_hf_config(hf_config, "model"), None
     except InputError as error:
         return None, str(error)
+
+
+def _dtype(model: _Reader) -> str | None:
+    dtype = model.optional("dtype")
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _text(value: object) -> str | None:

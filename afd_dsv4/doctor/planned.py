@@ -156,6 +156,7 @@ def _facts(
         platform=NPU_PLATFORM if loaded else "none of vllm-ascend's, which is not loaded",
         device=DEVICES[0],
         model_type="deepseek_v4",
+        dtype=_dtype(asked.text("dtype")),
         geometry=geometry,
         geometry_error=None,
         afd=afd,
@@ -183,6 +184,11 @@ def _facts(
         block_size=block_size,
         kernels=kernels_here(environment),
     )
+
+
+def _dtype(asked: str | None) -> str:
+    """As vLLM makes of it (vllm/config/model.py:_get_and_verify_dtype); checkpoints of this model are in bfloat16."""
+    return {"half": "float16", "float": "float32", "auto": "bfloat16"}.get(asked or "auto", asked or "auto")
 
 
 class _Options:

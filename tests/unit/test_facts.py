@@ -51,7 +51,7 @@ class HfConfig:
 def configuration(**additional: Any) -> SimpleNamespace:
     """The part of vLLM's configuration that is read, with the names and types of vLLM 0.23.0."""
     return SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=HfConfig(MODEL), enable_sleep_mode=False),
+        model_config=SimpleNamespace(hf_config=HfConfig(MODEL), enable_sleep_mode=False, dtype="torch.bfloat16"),
         cache_config=SimpleNamespace(enable_prefix_caching=False, block_size=128, kv_offloading_size=None),
         parallel_config=SimpleNamespace(
             worker_cls="vllm_ascend.worker.worker.NPUWorker",
@@ -96,6 +96,7 @@ def test_everything_is_read_from_its_place(ascend):
     assert facts.stack_name == "vllm-ascend-0.23.0"
     assert facts.platform == "vllm_ascend.platform.NPUPlatform"
     assert (facts.device, facts.overlap, facts.native_tail) == ("A3", True, False)
+    assert facts.dtype == "bfloat16"
     assert facts.geometry is not None
     assert facts.geometry.compress_ratios == (0, 4, 128)
     assert facts.afd is not None
@@ -108,6 +109,7 @@ def test_everything_is_read_from_its_place(ascend):
 PATHS = (
     "model_config.hf_config",
     "model_config.enable_sleep_mode",
+    "model_config.dtype",
     "cache_config.enable_prefix_caching",
     "cache_config.block_size",
     "cache_config.kv_offloading_size",

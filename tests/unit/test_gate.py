@@ -27,6 +27,7 @@ PLAIN = EngineFacts(
     platform="vllm_ascend.platform.NPUPlatform",
     device="A2",
     model_type="deepseek_v4",
+    dtype="bfloat16",
     geometry=preset("flash"),
     geometry_error=None,
     afd=None,
@@ -393,6 +394,20 @@ def test_a_model_that_the_kernels_have_not_is_refused_with_the_afd_executor_alon
     assert decide(COLOCATED, replace(PLAIN, geometry=geometry)).active
     (reason,) = refused(OURS, geometry=geometry, kernels=EMULATED)
     assert reason == f"executor 'afd': {says}; use executor 'stock'"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"dtype": "float16"}, "dtype float16, its kernels have bfloat16 and float32; use --dtype bfloat16"),
+        ({"max_num_seqs": 4097}, "max_num_seqs 4097, its kernels take 4096 requests; set --max-num-seqs 4096 or less"),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_refused_before_a_worker_starts(changes, says):
+    assert decide(COLOCATED, replace(PLAIN, **changes)).active
+    assert refused(OURS, kernels=EMULATED, **changes) == (f"executor 'afd': {says}",)
+    within = {"dtype": "float32", "max_num_seqs": 4096}
+    assert decide(OURS, replace(PLAIN, kernels=EMULATED, **within)).active
 
 
 def test_full_graphs_take_one_slot_more():

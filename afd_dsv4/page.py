@@ -347,14 +347,15 @@ polyline,.key line{fill:none;stroke-width:2}
 .legend li{display:flex;align-items:center;gap:6px}
 .swatch{width:12px;height:12px;border-radius:2px;display:inline-block;flex:none}
 .key{width:28px;height:10px;flex:none}
-.scroll{overflow-x:auto;margin:14px 0 18px;max-width:100%}
+.scroll{overflow:auto;margin:14px 0 18px;max-width:100%;max-height:36rem}
+thead th{position:sticky;top:0;background:var(--paper)}figure thead th{background:var(--panel)}
 .scroll:focus-visible,summary:focus-visible{outline:2px solid var(--link);outline-offset:2px}
 table{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums}
 caption{text-align:left;font-weight:600;padding-bottom:4px}
 th,td{text-align:left;vertical-align:top;padding:4px 10px 4px 0;border-bottom:1px solid var(--rule)}
 tbody th{font-weight:400}
 .n{text-align:right}td.n{white-space:nowrap}
-tbody th{min-width:8.5em}
+tbody th{min-width:9.5em}
 dt{font-weight:700}dd{margin:0 0 0 1em}dd p{margin:.3em 0}
 details{margin:8px 0}
 summary{cursor:pointer;color:var(--link)}

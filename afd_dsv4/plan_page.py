@@ -31,13 +31,20 @@ def page(plan: Mapping[str, Any]) -> str:
     """
     parts: dict[tuple[Any, ...], list[int]] = {}
     for number, entry in enumerate(plan["answers"]):
-        parts.setdefault(_settings(entry), []).append(number)
-    drawn = list(parts.values())[:MOST_PARTS]
-    body = [_in_short(plan), _all(plan)]
-    body += [_part(plan, f"part{number}", numbers) for number, numbers in enumerate(drawn, start=1)]
+        if "refused" not in entry:
+            parts.setdefault(_settings(entry), []).append(number)
+    drawn = {f"part{at}": numbers for at, numbers in enumerate(list(parts.values())[:MOST_PARTS], start=1)}
+    body = [_in_short(plan)]
+    if len(drawn) > 1:
+        links = (
+            tag("li", tag("a", _heading(plan["answers"][at]), href=f"#{name}")) for name, (at, *_) in drawn.items()
+        )
+        body.append(tag("nav", tag("ul", *links), aria_label="Settings of the memory"))
+    body += [_part(plan, name, numbers) for name, numbers in drawn.items()]
     if len(parts) > len(drawn):
         left = len(parts) - len(drawn)
         body.append(tag("p", f"{left} more combinations of model, block size, requests and memory are in the table."))
+    body.append(_all(plan))
     body.append(
         section(
             "how",
@@ -111,7 +118,7 @@ def _in_short(plan: Mapping[str, Any]) -> Html:
 
 
 def _all(plan: Mapping[str, Any]) -> Html:
-    head = ["model, block size, requests, memory", "prompt", "chunk"]
+    head = ["settings", "prompt", "chunk"]
     columns = {
         "blocks needed": "blocks_needed",
         "free": "free_blocks",
@@ -144,23 +151,18 @@ def _all(plan: Mapping[str, Any]) -> Html:
 
 
 def _heading(entry: _Entry) -> str:
-    return f"{entry['model']}, {entry['block_size']}, {entry['max_num_seqs']:,}, {_memory(entry)}"
+    return f"{entry['model']}, block size {entry['block_size']}, {entry['max_num_seqs']:,} requests, {_memory(entry)}"
 
 
 def _part(plan: Mapping[str, Any], name: str, numbers: Sequence[int]) -> Html:
     """One setting of the memory."""
     entries = plan["answers"]
-    settings = _settings(entries[numbers[0]])
-    heading = f"{settings[0]}, block size {settings[1]}, {settings[2]:,} requests, {_memory(entries[numbers[0]])}"
+    settings, heading = _settings(entries[numbers[0]]), _heading(entries[numbers[0]])
     largest: dict[int, int] = {}  # by prompt, the answer with the largest chunk
     for number in numbers:
-        entry = entries[number]
-        if "refused" not in entry:
-            known = largest.get(entry["prompt_tokens"])
-            if known is None or entry["max_num_batched_tokens"] >= entries[known]["max_num_batched_tokens"]:
-                largest[entry["prompt_tokens"]] = number
-    if not largest:
-        return section(name, heading, tag("p", "No answer: the memory holds nothing; see above."))
+        prompt, chunk = entries[number]["prompt_tokens"], entries[number]["max_num_batched_tokens"]
+        if prompt not in largest or chunk >= entries[largest[prompt]]["max_num_batched_tokens"]:
+            largest[prompt] = number
     shown = list(largest.values())[:MOST_PROMPTS]
     figures = [_blocks(plan, name, shown), _bytes(plan, name, shown)]
     if entries[shown[0]]["native"]["largest_chunk"] is not None:
@@ -171,7 +173,7 @@ def _part(plan: Mapping[str, Any], name: str, numbers: Sequence[int]) -> Html:
     curves = (number for number, curve in enumerate(plan["curves"]) if _settings(curve) == settings)
     figures += [_curve(plan, f"{name}-curve{at}", at) for at, _ in zip(curves, shown, strict=False)]
     more = len(largest) - len(shown)
-    note = [tag("p", f"{more} more prompt lengths are in the table above.")] if more > 0 else []
+    note = [tag("p", f"{more} more prompt lengths are in the table below.")] if more > 0 else []
     return section(name, heading, tag("div", *figures, class_="charts"), *note)
 
 

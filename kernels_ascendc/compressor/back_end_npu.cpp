@@ -6,12 +6,20 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <acl/acl.h>
 
+#include <stdexcept>
+
 #include "back_end.h"
+#include "kernels.h"
 
 namespace afd_dsv4 {
 
 std::function<int()> submission(void* stream, const Launch& launch) {
-  return [stream, run = launch.run] { return run(stream); };
+  // Thrown, not returned: torch_npu takes what is returned for an error of ACL, and logs what is thrown with its text,
+  // which only the thread that launched has (framework/OpParamMaker.cpp:ExecFunc).
+  return [stream, run = launch.run] {
+    if (run(stream) != AFD_DSV4_OK) throw std::runtime_error(afd_dsv4_last_error());
+    return 0;
+  };
 }
 
 namespace {

@@ -253,7 +253,7 @@ def timeline(
 
 def short(value: float) -> str:
     """A number for an axis: 512, 32K (thousands of 1,024 where that divides it), 10k, 2M."""
-    for factor, letter in ((1 << 20, "M"), (1 << 10, "K")):
+    for factor, letter in ((1 << 40, "T"), (1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
         if value >= factor and value % factor == 0:
             return f"{value / factor:.0f}{letter}"
     for power, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):

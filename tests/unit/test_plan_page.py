@@ -4,13 +4,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from afd_dsv4.cli import main
+from afd_dsv4.geometry import DEFAULT_STACK, InputError, page_layout, preset
 from afd_dsv4.page import _CSS, Bar, bars, data, document, tag
+from afd_dsv4.plan import Question, as_table, sweep
+from afd_dsv4.plan import document as document_of
+from afd_dsv4.plan_page import page
 from tests import pages
 
 FLASH = ["plan", "--model", "flash", "--block-size", "128"]
@@ -108,6 +115,53 @@ def test_a_wrong_list_is_one_line(capsys, arguments, message):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@settings(max_examples=25)
+@given(drawn=st.data())
+def test_any_plan_has_a_page_without_fault_and_chunks_that_are_the_last_to_start(drawn):
+    lists = drawn.draw(
+        st.lists(
+            st.tuples(st.integers(1, 200_000), st.integers(1, 1 << 40), st.integers(1, 300)), min_size=1, max_size=3
+        )
+    )
+    memory = drawn.draw(
+        st.sampled_from([{}, {"free_blocks": 0}, {"free_blocks": 3000}, {"hbm_gib": 0.3}, {"hbm_gib": 1e6}])
+    )
+    layout = page_layout(DEFAULT_STACK, 128)
+    questions = [
+        Question(
+            geometry=preset("flash"),
+            layout=layout,
+            stack=DEFAULT_STACK,
+            prompt_tokens=prompt,
+            max_num_batched_tokens=chunk,
+            max_num_seqs=seqs,
+            max_model_len=1 << 20,
+            async_scheduling=drawn.draw(st.booleans()),
+            slots=2,
+            executor="afd",
+            tile_tokens=2048,
+            **memory,
+        )
+        for prompt, chunk, seqs in lists
+    ]
+    answers = []
+    with contextlib.suppress(InputError):  # none has an answer
+        answers = sweep(questions)
+    if not answers:
+        assert "hbm_gib" in memory
+        return
+    assert pages.faults(page(document_of(answers, ["afd-dsv4", "plan"]))) == []
+    assert as_table(answers)
+    for entry in answers:
+        for side in entry.sides.values():
+            if memory in ({"free_blocks": 0}, {"free_blocks": 3000}):
+                free, flights = memory["free_blocks"], 1 + entry.question.async_scheduling
+                state = side is entry.sides["native"]
+                prompt, largest = entry.question.prompt_tokens, side.largest_chunk
+                assert not largest or needed(prompt, flights * largest, state=state) <= free
+                assert largest == prompt or needed(prompt, flights * (largest + 1), state=state) > free
 
 
 @pytest.fixture(params=[ONE, MANY, [*FLASH, "--prompt-tokens", "7", "--max-num-batched-tokens", "1,2,3"]], ids=len)

@@ -6,8 +6,8 @@ Problem: the gate decides in a process that must not load a device library, and 
 without a word and computes nothing, or everything wrong.
 Way: the build writes beside the libraries for what it made them. They are looked for in one folder, by this order: the
 variable `AFD_DSV4_KERNELS`; on the software NPU the folder of its own libraries; the package's folder `lib`, where
-`cmake --install` puts them (of a checkout by itself, of another installation with --prefix). What is found must be for this machine: kernels compiled for hardware do not run on the
-software NPU, and the emulation of them not on hardware.
+`cmake --install` puts them, of a checkout by itself, of another installation with `--prefix`. What is found must be for
+this machine: kernels compiled for hardware do not run on the software NPU, and the emulation of them not on hardware.
 Not here: loading (`afd.py`, `kernels.py`). It imports neither torch nor vLLM.
 """
 

@@ -6,7 +6,9 @@ Problem: tests want each engine in a fresh process, and importing the stack is m
 Way: one process for each environment imports what `engine.execute` imports first, and listens; it has one thread and
 has touched no device. For each request it forks a process, which runs the description as `engine.main` does and ends as
 a program ends. Nothing that one engine does is seen by another.
-Not done: what depends on how vLLM is imported, or on packages; `engine.run` starts a program for that.
+Not done: what depends on how vLLM is imported, or on packages; `engine.run` starts a program for that. What a process
+has from its start is shared by all engines of one environment: the seed of its hashes, and `os.environ`, as it was at
+the first use of that environment.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ class Nursery:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = dict(environment)
+        self._runs = 0  # under way, in whichever threads; `_making` guards it
         self._folder = tempfile.TemporaryDirectory(prefix="engines")
         self._address = str(Path(self._folder.name, "socket"))
         self._log = Path(self._folder.name, "log")
@@ -67,7 +71,11 @@ class Nursery:
         Raises:
             EngineError: it ended with an error.
         """
-        with tempfile.TemporaryDirectory(dir=self._folder.name) as folder, socket.socket(socket.AF_UNIX) as connection:
+        with (
+            self._counted(),
+            tempfile.TemporaryDirectory(dir=self._folder.name) as folder,
+            socket.socket(socket.AF_UNIX) as connection,
+        ):
             Path(folder, "spec").write_text(json.dumps(dict(spec)))
             Path(folder, "prelude").write_text(prelude)
             connection.settimeout(timeout_s)
@@ -85,6 +93,28 @@ class Nursery:
                 raise engine.EngineError(f"exit {status or '?'}: {said.read_text()[-6000:] if said.exists() else ''}")
             found: dict[str, Any] = json.loads(Path(folder, "out").read_text().splitlines()[-1])
             return found
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        with _making:
+            self._runs += 1
+        try:
+            yield
+        finally:
+            with _making:
+                self._runs -= 1
+
+    def refuse_to_end(self) -> None:
+        """Call it where another takes its place, with `_making` held.
+
+        Raises:
+            RuntimeError: somebody waits for an engine of it, which would end with it.
+        """
+        if self._runs and not self.ended:
+            raise RuntimeError(
+                f"engines of another environment are asked for while {self._runs} of {self._environment} run; ask for "
+                f"them once those are over"
+            )
 
     @property
     def ended(self) -> bool:
@@ -110,10 +140,15 @@ def nursery(environment: Mapping[str, str]) -> Nursery:
     """The one of this process, which lasts until another environment is asked for: it takes most of a GiB.
 
     One that has ended is replaced: what one test waited for in vain must not fail those behind it.
+
+    Raises:
+        RuntimeError: an engine of another environment is under way in another thread.
     """
     key = frozenset(environment.items())
     with _making:
         if key not in _made or _made[key].ended:
+            for other in _made.values():
+                other.refuse_to_end()
             _close()
             _made[key] = Nursery(environment)
         return _made[key]
@@ -143,12 +178,18 @@ def _serve(listener: socket.socket) -> None:
         if listener not in ready:
             return
         connection, _ = listener.accept()
+        with contextlib.suppress(ChildProcessError):  # none has been forked
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass  # of those that waited for engines before
         if os.fork():
             connection.close()
             continue
         # One process waits for the engine, so that it can end as it likes.
         listener.close()
-        folder = Path(connection.makefile().readline().rstrip("\n"))
+        asked = connection.makefile().readline()
+        if not asked.endswith("\n"):  # who asked has gone
+            os._exit(0)
+        folder = Path(asked.rstrip("\n"))
         child = os.fork()
         if not child:
             connection.close()

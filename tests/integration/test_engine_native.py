@@ -9,6 +9,7 @@ more than one rank.
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from afd_dsv4.softnpu.checkpoint import Geometry, write
-from afd_dsv4.softnpu.engine import EngineError
+from afd_dsv4.softnpu.engine import CHECKOUT, EngineError
 from tests import forked_engines
 from tests.forked_engines import nursery
 
@@ -154,6 +155,45 @@ def test_an_engine_begins_with_one_thread_no_device_and_nothing_of_another() -> 
         engines.run({}, prelude=f"import os, torch, vllm; raise SystemExit(({seen}))")
     with pytest.raises(EngineError, match="unknown"):
         engines.run({"workload": []})
+
+
+def test_who_goes_before_asking_leaves_nothing_behind_and_nobody_waits_unreaped() -> None:
+    engines = nursery({"SOFTNPU_WAIVE": ",".join(MTP.waivers)})
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(engines._address)
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(16) == b""  # it has ended without running anything
+    with pytest.raises(EngineError) as ended:
+        engines.run({}, prelude="import os; raise SystemExit(f'waited for by {os.getppid()} .')")
+    waiter = Path("/proc", str(ended.value).split()[-2])
+    while waiter.exists() and waiter.joinpath("stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        pass
+    with pytest.raises(EngineError, match=r"^exit 1: False"):
+        engines.run({}, prelude=f"import pathlib; raise SystemExit(str(pathlib.Path('{waiter}').exists()))")
+    assert not [name for name in ("out", "err") if Path(CHECKOUT, name).exists()]
+
+
+def test_an_environment_does_not_end_the_engines_of_another_that_somebody_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forked_engines, "_made", {})  # the true one goes on
+    first = nursery({"WAITED": "1"})
+    try:
+        with ThreadPoolExecutor() as threads:
+            waiting = threads.submit(first.run, {})  # which has not even imported vLLM
+            while not first._runs:
+                pass
+            with pytest.raises(RuntimeError, match=r"while 1 of {'WAITED': '1'} run; ask for them once those are over"):
+                nursery({"WAITED": "2"})
+            assert nursery({"WAITED": "1"}) is first
+            assert not first.ended
+            first._kill()
+            assert isinstance(waiting.exception(), EngineError)
+        second = nursery({"WAITED": "2"})
+        assert not second.ended
+        second.close()
+    finally:
+        first.close()
 
 
 def test_an_engine_that_is_waited_for_in_vain_costs_those_behind_it_only_the_time(

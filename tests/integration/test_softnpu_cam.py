@@ -441,7 +441,16 @@ CHILD = """
 import os, sys
 from afd_dsv4.softnpu import runtime as rt
 rt.join_group(sys.argv[1], 2, 0)
-if sys.argv[2] == "fork":
+if sys.argv[2] == "hang":
+    import torch
+    rt.install()
+    rt.set_destroy_hangs(True)
+    name, one = sys.argv[1], torch.zeros(0, dtype=torch.bfloat16, device="npu")
+    torch.npu.synchronize()
+    torch.ops.afd_ascend.a2e(one, None, None, 1, 32, 1, 1, 1, 0, name, 8, 0)
+    while not rt.waits_in_group(name, 0):
+        pass
+if sys.argv[2] != "none":
     if os.fork() == 0:
         rt.leave_group(sys.argv[1], 0)
         print("joined", flush=True)
@@ -453,9 +462,12 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("children", ["fork", "none"])
+@pytest.mark.parametrize("children", ["fork", "hang", "none"])
 def test_a_pending_receive_ends_with_an_error_when_the_sender_is_killed(children: str) -> None:
-    """Also when a child that it has forked lives on, which is not the sender and cannot leave in its place."""
+    """Also when a child that it has forked lives on, which is not the sender and cannot leave in its place.
+
+    Nor does it hang there, with "hang", for a thread that waits in the sender.
+    """
     name = f"softnpu_test_{os.getpid()}_{next(_NUMBERS)}"
     with subprocess.Popen(
         [sys.executable, "-c", CHILD, name, children], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -184,6 +184,7 @@ void Group::leave() {
 
 void Group::forsake() {
   left_ = true;
+  waiting_ = 0;  // a child has none of the threads that wait: `leave` would look for their end for ever
   close(lock_);
 }
 

@@ -410,8 +410,8 @@ Tensor combine_recv(const Tensor& expand_x, const Tensor& expert_ids, const Tens
                     answer.header.world == world &&
                     answer.header.element == static_cast<int64_t>(expand_x.scalar_type()),
                 kCombineRecv, ": FFN rank ", expected[m].source, " answers layer ", answer.header.layer, " in ",
-                static_cast<at::ScalarType>(answer.header.element), ", expected layer ", dispatch.layer, " in ",
-                expand_x.scalar_type(), " and as many rows as were sent");
+                static_cast<at::ScalarType>(answer.header.element), " with ", answer.header.world, ", expected layer ",
+                dispatch.layer, " in ", expand_x.scalar_type(), " with ", world, " and as many rows as were sent");
     rows.push_back(
         at::from_blob(answer.rows.data(), {answer.header.rows, hidden_size}, expand_x.options()).to(at::kFloat));
     next_row.emplace_back(world.slots());

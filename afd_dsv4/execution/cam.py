@@ -23,7 +23,7 @@ vllm-project/afd-plugin at 85e826e.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 from afd_dsv4.execution.forward import E, Forward, Runtime
@@ -36,6 +36,19 @@ _logger = logging.getLogger("vllm.plugins.afd_dsv4")
 
 class CamError(RuntimeError):
     """A stage that leaves its schedule, or a forward that has failed and is used all the same."""
+
+
+def _chain(error: BaseException) -> Iterable[BaseException]:
+    """An exception and all that it comes of, each once."""
+    found = {id(error): error}
+    todo = [error]
+    while todo:
+        at = todo.pop()
+        for link in (at.__cause__, at.__context__):
+            if link is not None and id(link) not in found:
+                found[id(link)] = link
+                todo.append(link)
+    return found.values()
 
 
 class CamForward(Forward[E]):
@@ -186,7 +199,7 @@ class CamForward(Forward[E]):
         told = error is not None and (
             isinstance(error, CamError)
             or not isinstance(error, Exception)
-            or first in (error.__cause__, error.__context__)
+            or any(each is first for each in _chain(error))
         )
         if first is not None and not told and not self._errors:
             raise first

@@ -18,6 +18,7 @@ Not here: what is launched (`compressor/`), how a batch is cut (`ubatch.py`), wh
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -40,6 +41,8 @@ class Execution(Protocol):
     def finish(self) -> None:
         """No more launches."""
 
+
+_logger = logging.getLogger("vllm.plugins.afd_dsv4")
 
 E = TypeVar("E", bound=Execution)
 E_co = TypeVar("E_co", bound=Execution, covariant=True)
@@ -66,6 +69,25 @@ class Runtime(Protocol[E_co]):
 
     def abandon(self, generation: Generation, why: str) -> tuple[ExecutionId, ...]:
         """Quarantine what is open of a forward. Where that fails, seal nothing of it."""
+
+
+@contextmanager
+def ending(runtime: Runtime[E], generation: Generation) -> Iterator[None]:
+    """End the forward of a generation where this ends. What breaks it goes on also where its end raises, too."""
+    try:
+        yield
+    except BaseException:
+        _end_broken(runtime, generation)
+        raise
+    runtime.end_forward(generation)
+
+
+def _end_broken(runtime: Runtime[E], generation: Generation) -> None:
+    """End a forward that an exception has broken, which goes on: what this raises is logged."""
+    try:
+        runtime.end_forward(generation)
+    except Exception:
+        _logger.exception("afd-dsv4: not all that generation %s left open is settled", generation)
 
 
 class BrokenOff(RuntimeError):
@@ -109,7 +131,7 @@ class Forward(Generic[E]):
             )
         except BaseException:
             self._over = True
-            runtime.end_forward(self.generation)
+            _end_broken(runtime, self.generation)
             raise
 
     def __len__(self) -> int:
@@ -169,13 +191,19 @@ class Forward(Generic[E]):
     ) -> None:
         """Settle every execution. Call it once the threads of all uBatches have ended.
 
+        What that raises is logged where an exception ends the forward already.
+
         Raises:
+            Whatever `runtime.end_forward` does.
             BrokenOff: a uBatch lacks launches, or its thread ended with an exception that is not the one with which the
                 forward ends, if it does. What the first such thread ended with is the cause, what the forward would
                 have ended with the context; those of further threads are named. An interrupt is never replaced.
         """
         self._over = True
-        self.runtime.end_forward(self.generation)
+        if error is None:
+            self.runtime.end_forward(self.generation)
+        else:
+            _end_broken(self.runtime, self.generation)
         self._report(error)
 
     def _report(self, error: BaseException | None) -> None:

@@ -223,17 +223,40 @@ def test_a_forward_whose_error_somebody_caught_does_not_end_as_if_nothing_had_ha
         assert world.states() == [LeaseState.QUARANTINED, LeaseState.QUARANTINED]
 
 
-def test_an_error_that_comes_of_the_failure_is_not_replaced() -> None:
+@pytest.mark.parametrize("links", [1, 2, 3])
+def test_an_error_that_comes_of_the_failure_is_not_replaced_however_many_lie_between(links: int) -> None:
     world = World()
+
+    def words(left: int) -> None:
+        try:
+            if left > 1:
+                words(left - 1)
+            else:
+                world.forward.received(0)
+        except (CamError, Failure) as error:
+            if left % 2:
+                raise Failure(f"in {left} other words") from error
+            raise Failure(f"in {left} other words")  # noqa: B904  # then it is its context
 
     def body() -> None:
         schedule(attention=world.attention, forward=world.forward)
-        try:
-            world.forward.received(0)
-        except CamError as error:
-            raise Failure("in other words") from error
+        words(links)
 
-    with pytest.raises(Failure):
+    with pytest.raises(Failure, match=f"in {links} other words"):
+        world.within(body)
+
+
+def test_an_error_whose_chain_leads_back_to_itself_is_replaced_if_the_failure_is_not_in_it() -> None:
+    world = World()
+    one, two = Failure("one"), Failure("two")
+    one.__cause__, two.__cause__ = two, one
+
+    def body() -> None:
+        with pytest.raises(CamError):
+            world.forward.received(0)
+        raise one
+
+    with pytest.raises(CamError, match="stage 0 of generation 1 receives what it has not sent"):
         world.within(body)
 
 

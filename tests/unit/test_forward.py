@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -11,11 +12,11 @@ from contextlib import suppress
 import pytest
 
 from afd_dsv4.execution.cam import CamForward
-from afd_dsv4.execution.forward import BrokenOff, Forward
+from afd_dsv4.execution.forward import BrokenOff, Forward, ending
 from afd_dsv4.execution.ubatch import cut
 from afd_dsv4.tail.store import TailVoid
 from afd_dsv4.tail.tables import RequestChunk, RequestId
-from afd_dsv4.workspace.identity import Generation
+from afd_dsv4.workspace.identity import ExecutionId, Generation
 from afd_dsv4.workspace.lease import LeaseState, OrderError
 from tests.model_runtime import ModelExecution, ModelRuntime
 
@@ -357,6 +358,54 @@ def test_an_interrupt_is_never_replaced(stop: type[BaseException]) -> None:
     with pytest.raises(stop):
         within(forward, body)
     assert runtime.open == {}
+
+
+class NoEnd(ModelRuntime):
+    """One that cannot settle what is left open."""
+
+    def end_forward(self, generation: Generation) -> tuple[ExecutionId, ...]:
+        raise RuntimeError("planted: no end")
+
+
+@pytest.mark.parametrize("stop", [Failure, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["a part that cannot begin", "its body", "a forward without uBatches"])
+def test_what_breaks_a_forward_goes_on_also_where_its_end_fails_and_that_is_logged(
+    where: str, stop: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = NoEnd(1)
+    error = stop("planted: first")
+
+    def begin(*_: object, **__: object) -> ModelExecution:
+        raise error
+
+    def raises() -> None:
+        raise error
+
+    def breaks() -> None:
+        if where == "its body":
+            within(Forward(runtime, PARTS), raises)
+        elif where == "a part that cannot begin":
+            runtime.begin = begin  # type: ignore[method-assign]
+            Forward(runtime, PARTS)
+        else:
+            with ending(runtime, runtime.mint()):
+                raise error
+
+    with caplog.at_level(logging.ERROR, "vllm.plugins.afd_dsv4"), pytest.raises(stop, match="planted: first") as raised:
+        breaks()
+    assert raised.value is error
+    (record,) = caplog.records
+    assert record.getMessage() == "afd-dsv4: not all that generation 1 left open is settled"
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == "planted: no end"
+
+
+def test_an_end_that_fails_is_told_where_nothing_else_broke_the_forward() -> None:
+    runtime = NoEnd(1)
+    with pytest.raises(RuntimeError, match="planted: no end"):
+        within(Forward(runtime, PARTS), lambda: None)
+    with pytest.raises(RuntimeError, match="planted: no end"), ending(runtime, runtime.mint()):
+        pass
 
 
 def test_a_thread_that_ends_after_its_forward_changes_nothing() -> None:

@@ -34,6 +34,7 @@ from afd_dsv4.compat.contract import verify
 from afd_dsv4.compat.stack import InstalledStack, installed
 from afd_dsv4.compressor.stock import StockRuntime
 from afd_dsv4.config import Executor, Settings, read
+from afd_dsv4.execution.forward import ending
 from afd_dsv4.execution.step import Steps
 from afd_dsv4.geometry import CompressorKind, ModelGeometry, from_hf_config, page_layout
 from afd_dsv4.tail.tables import RequestChunk, RequestId
@@ -243,7 +244,7 @@ class RunnerMixin(_Native):  # type: ignore[misc]  # untyped
         if graph is None:
             return self._run(run, chunks or (), context)
         generation = tails.mint()
-        try:
+        with ending(tails, generation):
             if not captured:
                 shape = captured_chunks(metadata.num_decodes, metadata.num_decode_tokens)
                 with (
@@ -255,8 +256,6 @@ class RunnerMixin(_Native):  # type: ignore[misc]  # untyped
             with tails.begin_replay(graph, chunks or (), generation=generation) as execution:
                 execution.replay(replay)
             return replay.output
-        finally:
-            tails.end_forward(generation)
 
     def _one_of(self, metadata: Any) -> Any:
         """The metadata of one attention layer, None where there is none."""
@@ -267,14 +266,12 @@ class RunnerMixin(_Native):  # type: ignore[misc]  # untyped
         assert self.launches is not None
         assert self.tails is not None
         generation = self.tails.mint()
-        try:
-            with (
-                self.tails.begin(chunks, generation=generation) as execution,
-                self.launches.of([execution], [self._one_of(context.attn_metadata).num_decodes]),
-            ):
-                return run()
-        finally:
-            self.tails.end_forward(generation)
+        with (
+            ending(self.tails, generation),
+            self.tails.begin(chunks, generation=generation) as execution,
+            self.launches.of([execution], [self._one_of(context.attn_metadata).num_decodes]),
+        ):
+            return run()
 
     def _refuse_after_the_end(self) -> None:
         # The operator's name may be the true operator's again, and the layers still have stand-ins for their states.

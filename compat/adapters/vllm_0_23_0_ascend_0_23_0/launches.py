@@ -234,13 +234,22 @@ class Launches:
             decodes: by uBatch: how many of its requests, which are the first ones, are the decode launch.
             ubatch: index of the uBatch that launches, asked in each launch by the thread that makes it; None where all
                 are of uBatch 0.
+
+        Raises:
+            ValueError: not one number of decodes for each execution.
+            UnknownLaunch: on entering, a forward of another thread is announced. The executions are open by then: where
+                they end without launches, the tails of their requests are void.
         """
         if len(decodes) != len(executions):
             raise ValueError(f"{len(executions)} executions and {len(decodes)} numbers of decodes; give one of each")
         return self._announced(_Forward(tuple(executions), tuple(decodes), ubatch))
 
     def idling(self, runtime: StockRuntime) -> AbstractContextManager[None]:
-        """Launches within are nobody's: nothing is stored, nothing is read."""
+        """Launches within are nobody's: nothing is stored, nothing is read.
+
+        Raises:
+            UnknownLaunch: on entering, a forward of another thread is announced.
+        """
         return self._announced(_Forward(idle=runtime))
 
     @contextmanager

@@ -9,6 +9,7 @@ which time, a test or a seed decides.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,35 @@ from afd_dsv4.workspace.trace import Trace
 from tests.symbolic import SymbolicPool, expected
 
 TOKENS = 40  # most of one launch
+
+
+class HeldLease(Lease[Any]):
+    """One whose `_locked` methods are for who holds the lock, and nobody else."""
+
+    __slots__ = ()
+
+    def touch_locked(self, *arguments: Any, **named: Any) -> None:
+        self._held("touch_locked")
+        super().touch_locked(*arguments, **named)
+
+    def complete_locked(self, step: Hashable) -> None:
+        self._held("complete_locked")
+        super().complete_locked(step)
+
+    def _held(self, name: str) -> None:
+        assert self.arena.lock._is_owned(), f"{name} of {self!r} is called by a thread that does not hold arena.lock"
+
+
+def watch_lock(arena: WorkspaceArena[Any]) -> None:
+    """See to it that what it leases from here on is touched under its lock only."""
+    make = arena._lease
+
+    def lease(*arguments: Any, **named: Any) -> Lease[Any]:
+        made = make(*arguments, **named)
+        made.__class__ = HeldLease
+        return made
+
+    arena._lease = lease  # type: ignore[method-assign]
 
 
 class ModelExecution:
@@ -122,6 +152,7 @@ class ModelRuntime:
         self.arena: WorkspaceArena[ModelStream] = WorkspaceArena(
             self.device, slots, graphs=graphs, ordered=ordered, trace=self.trace
         )
+        watch_lock(self.arena)
         self.store = TailStore({4: self.shape}, max_num_seqs=seats, slots=slots + len(graphs))
         self.pool = SymbolicPool(self.shape)
         self.tables = [np.zeros((seats, self.shape.columns(TOKENS)), np.int32) for _ in self.arena.slots]

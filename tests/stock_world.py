@@ -23,6 +23,7 @@ from afd_dsv4.compressor.stock import StockExecution, StockRuntime
 from afd_dsv4.execution.ubatch import cut
 from afd_dsv4.geometry import Compressor, CompressorKind, ModelGeometry, page_layout
 from afd_dsv4.tail.tables import RequestChunk
+from tests.model_runtime import watch_lock
 
 HIDDEN = 32  # the operator's own check of it must be waived: `small_hidden_size`
 LAYERS = ModelGeometry("three layers", HIDDEN, 3, (4, 128, 4))
@@ -130,6 +131,7 @@ class World:
         self.layout = page_layout("vllm-ascend-0.23.0", block_size)
         limits = {"max_num_seqs": 3, "max_num_batched_tokens": 3 * length, "device": "npu", **limits}
         self.runtime = cls(geometry, self.layout, **limits)
+        watch_lock(self.runtime.arena)
         self.truth = truth(seed, geometry, length)
         self.cos, self.sin = self.truth.cos, self.truth.sin
         self.on_device = {

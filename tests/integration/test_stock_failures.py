@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch
 
 from afd_dsv4.compressor import stock
 from afd_dsv4.compressor.stock import StockExecution, StockRuntime
+from afd_dsv4.execution.forward import BrokenOff, Forward
 from afd_dsv4.execution.ubatch import cut
 from afd_dsv4.geometry import preset
 from afd_dsv4.softnpu import runtime as softnpu
@@ -759,3 +760,25 @@ def test_random_errors_of_event_calls_never_make_a_row_wrong(seed: int) -> None:
     assert engine.runtime.arena.watch() == ()
     lost = [slot for slot in engine.runtime.arena.slots if slot.quarantined]
     engine.settled(lost_slots=len(lost), lost_seats=len(engine.runtime.seats_in_doubt()))
+
+
+class Unlocked(nullcontext[None]):
+    """A lock that nobody ever holds."""
+
+    def _is_owned(self) -> bool:
+        return False
+
+
+def test_a_launch_that_is_queued_without_the_lock_is_found() -> None:
+    """Every launch of every test over `stock_world` is watched so."""
+    engine = Engine("a")
+    chunks = engine.chunks({"a": 4})
+    with suppress(BrokenOff), Forward(engine.runtime, [chunks]) as forward:
+        lock, engine.runtime.arena.lock = engine.runtime.arena.lock, Unlocked()  # type: ignore[assignment]
+        try:
+            with pytest.raises(AssertionError, match=r"touch_locked of .* does not hold arena\.lock"):
+                engine.launch(forward[0], chunks, 0, engine.streams[0])
+        finally:
+            engine.runtime.arena.lock = lock
+    with pytest.raises(TailVoid):
+        engine.runtime.begin(engine.chunks({"a": 1}))

@@ -8,6 +8,7 @@ Whatever a test does, its trace must have no unordered reuse in it at the end.
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from afd_dsv4.workspace.identity import Domain, ExecutionId, ExecutionKind, Gene
 from afd_dsv4.workspace.lease import WHOLE, Lease, LeaseState, OrderError
 from afd_dsv4.workspace.order import check
 from afd_dsv4.workspace.trace import Trace
+from tests.model_runtime import watch_lock
 
 L = Lease[ModelStream]
 
@@ -1321,3 +1323,38 @@ def test_a_lease_says_who_it_is(make: MakeWorld) -> None:
     lease = world.open(7)
     assert repr(lease) == "Lease(1, slot 0, generation 7 ubatch 0 substep 0 (live, eager), acquired)"
     assert world.device.stream_id(world.streams[0]) == StreamId(0)
+
+
+@pytest.mark.parametrize("holder", ["nobody", "another thread"])
+def test_a_touch_by_a_thread_without_the_lock_is_found(holder: str) -> None:
+    """What the real executor's launches are watched with; see `stock_world`."""
+    device = ModelDevice(0)
+    arena: WorkspaceArena[ModelStream] = WorkspaceArena(device, 1)
+    watch_lock(arena)
+    stream, lease = device.stream(), arena.acquire(ExecutionId(Generation(1)))
+    with arena.lock:
+        lease.touch_locked(stream, (), ("table",), 0)
+        lease.complete_locked(0)
+    lease.touch(stream, writes=("table",), step=1)
+    lease.complete(1)
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with arena.lock:
+            held.set()
+            over.wait()
+
+    thread = threading.Thread(target=hold)
+    if holder == "another thread":
+        thread.start()
+        held.wait()
+    try:
+        with pytest.raises(AssertionError, match=r"touch_locked of .* does not hold arena\.lock"):
+            lease.touch_locked(stream, (), ("table",), 0)
+        with pytest.raises(AssertionError, match=r"complete_locked of .* does not hold arena\.lock"):
+            lease.complete_locked(0)
+    finally:
+        over.set()
+        if thread.ident is not None:
+            thread.join()
+    lease.seal()

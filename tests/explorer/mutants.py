@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from afd_dsv4.execution.cam import CamForward
 from afd_dsv4.workspace.arena import Exhausted, Settlement, WorkspaceArena
 from afd_dsv4.workspace.fence import EventSource, Fence, OrderedEvent
 from afd_dsv4.workspace.lease import Lease, LeaseState
@@ -359,6 +360,18 @@ def _(original: Any) -> Any:
     "two stages of one thread, cut request, no fault",
     Lease,
     "_continue",
+)
+def _(original: Any) -> Any:
+    return _nothing(original)
+
+
+@plant(
+    "a receive that the forward is not told of",
+    "stages leave their schedule, which the forward refuses",
+    "two stages of one thread, two uBatches, no fault",
+    CamForward,
+    "received",
+    traced=False,
 )
 def _(original: Any) -> Any:
     return _nothing(original)

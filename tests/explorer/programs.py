@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from afd_dsv4.execution.cam import CamForward
+from afd_dsv4.execution.cam import CamError, CamForward
 from afd_dsv4.execution.forward import BrokenOff
 from afd_dsv4.workspace.arena import ArenaClosed, CaptureError, Exhausted, Settlement, StillLeased
 from afd_dsv4.workspace.identity import ExecutionId, Generation
@@ -231,8 +231,8 @@ def cam(fault: str, *, cut: bool) -> Build:
                             forward.sent(layer, stage)
                             before = stage
                     forward.received(1)
-            except (Broken, BrokenOff, OrderError, DeviceFailed) as error:
-                world.refused.append(error)
+            except (Broken, BrokenOff, CamError, OrderError, DeviceFailed) as error:
+                world.refused.append(error)  # a `CamError` is never allowed: this schedule is the right one
             for name in [name for name, request in world.requests.items() if request.void]:
                 world.end(name)
             yield from execute(world, live(2), ("q",) if cut else ("p",), (world.streams[1],), faults)

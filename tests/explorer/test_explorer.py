@@ -54,6 +54,13 @@ def test_a_planted_fault_is_found(mutant: Mutant) -> None:
         assert finding.unordered, finding
 
 
+def test_stages_that_leave_their_schedule_are_a_counterexample_that_says_so() -> None:
+    """And the next forward of the program is run all the same."""
+    (mutant,) = [mutant for mutant in MUTANTS if mutant.name == "a receive that the forward is not told of"]
+    finding = hunt(mutant, limit=20, enough=1)
+    assert finding.example.startswith("refused: CamError('stage 1 of generation 1 sends layer 0 before stage 0")
+
+
 @pytest.mark.parametrize("name", sorted({mutant.program for mutant in MUTANTS}))
 def test_the_program_of_a_mutant_is_clean_without_it_in_all_the_schedules_looked_at(name: str) -> None:
     mutant = next(mutant for mutant in MUTANTS if mutant.program == name)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -47,9 +46,7 @@ class Life(Faults):
         errors = rank.close_connector()
         pending = getattr(rank.connector, "_pending_attention_payloads", None)
         totals.expect(not pending or bool(errors), f"close drops what is pending: {pending}")
-        for request in list(rank.requests):
-            with suppress(ValueError):
-                rank.end(request)
+        rank.end_all()
         if point is Point.CLOSE_PENDING:
             totals.expect_raise(StillLeased, "Drain it first", rank.runtime.close, "close with a receive pending")
         else:
@@ -134,13 +131,9 @@ class Life(Faults):
         rank = self.rank
         rank.forward(self._two_stages())
         rank.land_all()
-        assert rank.running is not None
-        lease = rank.running[0].lease
-        assert lease is not None
-        if not lease.over():
-            softnpu.clear_faults()
         rank.forward([request.chunk(1) for request in rank.requests])
         torch.npu.synchronize()
+        assert rank.running is not None
         lease = rank.running[0].lease
         assert lease is not None
         softnpu.fail_next_query()

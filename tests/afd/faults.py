@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -161,7 +160,7 @@ class Faults:
         for request in [each for each in gone if each.name in lost][:1]:
             self._refused(request.name, TailVoid, request.name)
         for request in gone:
-            with suppress(ValueError):
+            if request in rank.requests:
                 rank.end(request)
         if fatal:
             self.over = True

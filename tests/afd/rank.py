@@ -40,6 +40,7 @@ from tests.afd.ffn import FfnRole
 from tests.afd.model import EXPERTS, GEOMETRY, HIDDEN, LAYERS, LENGTH, SEQUENCES, TOPK, DriverModel, Experts, truth
 from tests.afd.points import Mode, Planter
 from tests.afd.wire import streams
+from tests.model_runtime import watch_lock
 
 LAYOUT = page_layout("vllm-ascend-0.23.0", 128)
 SEATS = 3
@@ -234,6 +235,7 @@ class Rank:
             operator=self._operate,
         )
         self.runtime.planter = self.planter
+        watch_lock(self.runtime.arena)
         self.boundary = boundary.Boundary(self.runtime)
         self.model = DriverModel(self.truth, self.current_ubatch)
         self.model.at = self.planter.at

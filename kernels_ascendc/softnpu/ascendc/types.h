@@ -48,7 +48,6 @@ using bfloat16_t = softnpu::ascendc::Bfloat16;
 using half = softnpu::ascendc::Half;
 
 enum pipe_t { PIPE_S = 0, PIPE_V, PIPE_M, PIPE_MTE1, PIPE_MTE2, PIPE_MTE3, PIPE_ALL };
-enum event_t { EVENT_ID0 = 0, EVENT_ID1, EVENT_ID2, EVENT_ID3, EVENT_ID4, EVENT_ID5, EVENT_ID6, EVENT_ID7 };
 enum KernelMetaType : uint8_t { KERNEL_TYPE_AIV_ONLY };
 #define KERNEL_TASK_TYPE_DEFAULT(value) \
   static_assert((value) == KERNEL_TYPE_AIV_ONLY, "only vector kernels are emulated")
@@ -93,14 +92,11 @@ enum class HardEvent : uint8_t {
 };
 
 enum class RoundMode : uint8_t { CAST_NONE = 0, CAST_RINT, CAST_FLOOR, CAST_CEIL, CAST_ROUND, CAST_TRUNC, CAST_ODD };
-enum class CMPMODE : uint8_t { LT = 0, GT, EQ, LE, GE, NE };
-enum class SELMODE : uint8_t { VSEL_CMPMASK_SPR = 0, VSEL_TENSOR_SCALAR_MODE, VSEL_TENSOR_TENSOR_MODE };
 enum class ReduceOrder : uint8_t { ORDER_VALUE_INDEX = 0, ORDER_INDEX_VALUE, ORDER_ONLY_VALUE, ORDER_ONLY_INDEX };
 enum class CacheMode { CACHE_MODE_DISABLE = 0, CACHE_MODE_NORMAL = 1, CACHE_MODE_LAST = 2, CACHE_MODE_PERSISTENT = 4 };
 enum class CacheRwMode { READ = 1, WRITE = 2, RW = 3 };
 enum class CacheLine : uint64_t { SINGLE_CACHE_LINE = 0, ENTIRE_DATA_CACHE };
 enum class DcciDst : uint64_t { CACHELINE_ALL = 0, CACHELINE_UB, CACHELINE_OUT, CACHELINE_ATOMIC };
-enum class MemDsbT : uint8_t { ALL = 0, DDR, UB, SEQ };
 
 using U8 = emu::Field<uint8_t>;
 using U16 = emu::Field<uint16_t>;

@@ -6,10 +6,13 @@ Problem: the contract that the stock executor stands on is the shipped operator'
 projection, pooling and saving are one launch, so that nothing bounds what it needs of the device while it runs.
 Way: a launch is three, in the order of one stream: projected rows go to staging rows of the workspace slot, `compress`
 pools, norms and rotates their windows, `tail_update` saves what a later forward may read. Everything else (which pages,
-leases, touches, page lists, checkpoints) is `stock.py`'s, so a tail of one executor is a tail of the other. A launch
-is cut into tiles (`tiles.py`), so that staging rows do not grow with the chunk. Staging rows are the slot's, taken at
+leases, touches, page lists, checkpoints) is `stock.py`'s, so a tail of one executor is a tail of the other. A launch is
+cut into tiles (`tiles.py`), so that staging rows do not grow with the chunk. Staging rows are the slot's, taken at
 start-up; kinds that share them are ordered by touches. Per tile the host queues three operators, and a copy where rows
-of the window before are carried; nothing per token, and nobody waits.
+of the window before are carried; nothing per token, and nobody waits. A kernel on a device cannot say that a table is
+bad, it leaves a record in the slot. Those of all layers gather there; they are copied to the host behind the last
+launch, one copy per area and execution, and read at a later `begin`, once the fence has passed. From the first fault on
+nothing begins any more.
 Not here: the kernels (`kernels_ascendc/compressor`), and what a forward without an execution compresses: nothing.
 
 The product of the projection is the device's own; like the stock operator's it depends on the batch on hardware. On the
@@ -21,7 +24,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -29,15 +33,24 @@ import torch
 
 from afd_dsv4.compressor.executor import CompressorWeights
 from afd_dsv4.compressor.library import Library, find
-from afd_dsv4.compressor.stock import StockRuntime, _Split
+from afd_dsv4.compressor.stock import AllocatedBytes, StockRuntime, _Split
 from afd_dsv4.compressor.tiles import Tile, cut_into_tiles
 from afd_dsv4.config import DEFAULT_TILE_TOKENS
 from afd_dsv4.geometry import FP32_BYTES, CompressorKind
 from afd_dsv4.workspace.lease import Lease
-from afd_dsv4.workspace.sizing import AREAS, carried_rows, kernel_bytes, staging_areas, tile_limit
+from afd_dsv4.workspace.sizing import AREAS, FAULT_BYTES, carried_rows, kernel_bytes, staging_areas, tile_limit
 
 _logger: Final = logging.getLogger("vllm.plugins.afd_dsv4")
 _AREA_OF: Final = {kind: kinds for kinds in AREAS for kind in kinds}
+
+
+class BadTables(RuntimeError):
+    """Kernels found lengths, starts or pages on the device that no plan makes: a bug, or overwritten memory."""
+
+
+def _named_area(kinds: tuple[CompressorKind, ...]) -> str:
+    """An area of a slot, as touches name it."""
+    return f"staging rows of {kinds[0].value}"
 
 
 @functools.cache
@@ -130,7 +143,7 @@ class AfdRuntime(StockRuntime):
         torch.get_device_module(self.device.device).synchronize()
 
     def _also_writes(self, kind: CompressorKind) -> tuple[str, ...]:
-        return (f"staging rows of {_AREA_OF[kind][0].value}",)
+        return (_named_area(_AREA_OF[kind]),)
 
     def _make_areas(self, slots: int, drafts: int) -> list[dict[tuple[CompressorKind, ...], torch.Tensor]]:
         assert self.tile_tokens is not None
@@ -144,21 +157,68 @@ class AfdRuntime(StockRuntime):
             drafts=drafts,
         )
         where = self.device.device
-        return [
+        areas = [
             {kinds: torch.empty(size, dtype=torch.uint8, device=where) for kinds, size in sizes.items()}
             for _ in range(slots)
         ]
+        for slot in areas:
+            for area in slot.values():
+                area[:FAULT_BYTES].zero_()
+        self._found = [[torch.zeros(FAULT_BYTES, dtype=torch.uint8, pin_memory=True) for _ in sizes] for _ in areas]
+        self._unseen: dict[int, list[tuple[Lease[Any], Callable[[str], None]]]] = {}  # by slot: ended since a look
+        self._bad: str | None = None
+        return areas
+
+    def allocated(self) -> AllocatedBytes:
+        """See `StockRuntime.allocated`."""
+        known = super().allocated()
+        return replace(known, host=known.host + sum(found.nbytes for slot in self._found for found in slot))
+
+    def _end(self, lease: Lease[Any], void: Callable[[str], None]) -> None:
+        if lease.captured:  # nothing has run
+            return
+        slot = lease.slot.index
+        lease.touch(self.device.current_stream(), reads=[_named_area(kinds) for kinds in self.areas[slot]])
+        for found, area in zip(self._found[slot], self.areas[slot].values(), strict=True):
+            found.copy_(area[:FAULT_BYTES], non_blocking=True)
+        self._unseen.setdefault(slot, []).append((lease, void))
+
+    def _look(self) -> None:
+        for slot, ended in [*self._unseen.items()]:
+            if not ended[-1][0].over():  # its copy may be under way, and has all that those before it found
+                continue
+            del self._unseen[slot]
+            if text := next(filter(None, map(self._ops.faults, self._found[slot])), None):
+                executions = ", ".join(str(lease.execution) for lease, _ in ended)
+                self._bad = f"{executions}: kernels found bad tables on the device: {text}"
+                for _, void in ended:
+                    void(self._bad)
+                break
+        if self._bad is not None:
+            raise BadTables(
+                f"{self._bad}. What was returned is wrong, and so may tails be. The worker cannot go on; restart it, "
+                f"and report this with the log"
+            )
+
+    def close(self, drain_s: float = 0.0) -> tuple[Lease[Any], ...]:
+        """See `StockRuntime.close`. What kernels found since the last `begin` is logged."""
+        lost = super().close(drain_s)
+        try:
+            self._look()
+        except BadTables as error:
+            _logger.error("afd-dsv4: %s", error)
+        return lost
 
     def _most_rows(self, kind: CompressorKind) -> int:
         """Staging rows of the largest tile."""
         return self._limit + carried_rows(kind, self._limit, self.max_num_batched_tokens)
 
     def _memory(self, slot: int, kind: CompressorKind) -> tuple[torch.Tensor, torch.Tensor]:
-        """Staging rows of a kind in a slot, and the workspace of its kernels behind them."""
-        area, values = self.areas[slot][_AREA_OF[kind]], self.geometry.row_bytes(kind) // FP32_BYTES
-        split = self._most_rows(kind) * self.geometry.row_bytes(kind)
-        end = split + kernel_bytes(kind, self._limit, self.store.max_num_seqs, self.geometry.head_dim)
-        return area[:split].view(torch.float32).view(-1, values), area[split:end]
+        """Staging rows of a kind in a slot, and before them the workspace of its kernels: first the records of all."""
+        area, row = self.areas[slot][_AREA_OF[kind]], self.geometry.row_bytes(kind)
+        split = kernel_bytes(kind, self._limit, self.store.max_num_seqs, self.geometry.head_dim)
+        rows = area[split : split + self._most_rows(kind) * row]
+        return rows.view(torch.float32).view(-1, row // FP32_BYTES), area[:split]
 
     def _try(self, kind: CompressorKind, where: torch.device, tokens: int, requests: int) -> None:
         """Launch a batch of padding: on meta tensors to ask whether kernels take it, on the device to run them.

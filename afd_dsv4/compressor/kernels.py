@@ -96,7 +96,7 @@ class Figures(ctypes.Structure):
     """AfdDsv4Figures: what a kernel takes by its tiling."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("ub_bytes", "windows_per_tile")),
+        ("ub_bytes", ctypes.c_int64),
         *((name, ctypes.c_double) for name in ("bytes", "instructions", "barriers", "cycles")),
     )
 
@@ -167,6 +167,12 @@ class Kernels:
         self._check(status)
         return figures
 
+    def faults(self, workspace: NDArray[Any]) -> str:
+        """The first fault that launches left in a workspace since its first bytes were zero; "" for none."""
+        text = ctypes.create_string_buffer(512)
+        self._library.afd_dsv4_faults(ctypes.c_void_p(workspace.ctypes.data), text, ctypes.c_size_t(512))
+        return text.value.decode()
+
     def compress(self, blocks: int, params: CompressParams, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Launch `compress`.
 
@@ -213,7 +219,7 @@ class Kernels:
     # ------------------------------------------------------------------------------------------------ emulation
 
     def set(self, option: str, value: int) -> None:
-        """Turn a switch of the emulation: order, seed, fuzz, saturate.
+        """Turn a switch of the emulation: order, seed, fuzz, saturate, faults.
 
         Raises:
             ValueError: it has none of that name, or is no emulation.

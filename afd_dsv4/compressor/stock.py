@@ -483,6 +483,7 @@ class StockRuntime:
         stream: Any,
     ) -> StockExecution:
         # By name first: who fails so need not wait for a slot, and must not take one from others.
+        self._look()
         self._void_in_doubt(chunks)
         self.store.refuse_void(chunks)
         lease = self.arena.acquire(execution) if graph is None else self.arena.replay(graph, execution)
@@ -682,6 +683,12 @@ class StockRuntime:
     def _make_areas(self, slots: int, drafts: int) -> list[dict[tuple[CompressorKind, ...], torch.Tensor]]:  # noqa: ARG002
         """Memory for staging rows, by slot."""
         return []
+
+    def _end(self, lease: Lease[Any], void: Callable[[str], None]) -> None:
+        """Called before a lease all of whose launches are queued is sealed; `void` voids its requests' tails."""
+
+    def _look(self) -> None:
+        """Called before an execution is planned: raises what the device has found since."""
 
     def _launch(
         self,
@@ -909,7 +916,12 @@ class StockExecution:
                 self._lost = f"{self.lease.execution} ended with {missed}"
                 self._plan.void(self._lost)
             self._runtime._open.pop(self.lease.execution, None)
-            if self.lease.state is not LeaseState.QUARANTINED:  # before: what there was to void is void
+            if self.lease.state is LeaseState.QUARANTINED:  # before: what there was to void is void
+                return
+            try:
+                if not missing and self.lease.state is LeaseState.ACQUIRED:
+                    self._runtime._end(self.lease, self._plan.void)
+            finally:
                 self.lease.seal(whole=not missing)
 
     def __enter__(self) -> StockExecution:

@@ -17,7 +17,8 @@ from afd_dsv4.tail.rows import TailShape
 
 INT32 = 4
 INT64 = 8
-FAULT_BYTES: Final = 4096
+#: Where kernels of the afd executor leave what is wrong with their tables, in front of each area and on the host.
+FAULT_BYTES: Final = 8192
 
 #: Kinds that share memory for staging rows: a layer has one ratio, and launches of another layer are ordered behind it.
 AREAS: Final = ((CompressorKind.C4, CompressorKind.C128), (CompressorKind.C4_INDEXER,))
@@ -54,7 +55,7 @@ def carried_rows(kind: CompressorKind, limit: int, max_num_batched_tokens: int) 
 
 
 def kernel_bytes(kind: CompressorKind, limit: int, max_num_seqs: int, head_dim: int) -> int:
-    """Bytes that the kernels of one tile leave behind its staging rows, `afd_dsv4_workspace_bytes_*` of kernels.h.
+    """Bytes that the kernels of one tile use in front of its staging rows, `afd_dsv4_workspace_bytes_*` of kernels.h.
 
     Their faults; and for C128, whose windows are normed by a second kernel, a float32 row of each.
     """
@@ -96,9 +97,10 @@ class WorkspaceSizes:
         list_bytes: page lists of all layers on the device, times slots.
         table_bytes: wide state tables of all slots, and the all-zero one that forwards without an execution get.
         staging_bytes: the rest of a slot on the device (cells, re-based starts: no layer in it), times slots.
-        host_bytes: pinned host memory behind lists and staging, all ring entries.
+        host_bytes: pinned host memory behind lists and staging, all ring entries; and what kernels of the afd executor
+            found in each slot.
         slots: number of workspace slots.
-        rows_bytes: staging rows of the afd executor and what its kernels leave behind them, times slots; 0 for stock.
+        rows_bytes: staging rows of the afd executor and what its kernels need beside them, times slots; 0 for stock.
     """
 
     tail_bytes_per_request: int
@@ -150,7 +152,7 @@ def size_workspace(
     for name, value in limits.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    tail = null = spare = lists = table = staging = rows = 0
+    tail = null = spare = lists = table = staging = rows = found = 0
     if tile_tokens is not None:
         areas = staging_areas(
             geometry,
@@ -159,7 +161,7 @@ def size_workspace(
             tile_tokens=tile_tokens,
             drafts=drafts,
         )
-        rows = sum(areas.values())
+        rows, found = sum(areas.values()), len(areas) * FAULT_BYTES
     for ratio, shape in tail_shapes(geometry, layout, drafts).items():
         for kind in CompressorKind:
             if kind.ratio != ratio or not geometry.layers_of(kind):
@@ -179,7 +181,7 @@ def size_workspace(
         table_bytes=(slots + 1) * table,
         staging_bytes=slots * staging + INT32 * max_num_seqs,
         # One ring entry more than there are slots: the next batch is prepared while all slots are in flight.
-        host_bytes=(slots + 1) * (lists + staging),
+        host_bytes=(slots + 1) * (lists + staging) + slots * found,
         slots=slots,
         rows_bytes=slots * rows,
     )

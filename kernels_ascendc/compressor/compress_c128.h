@@ -7,10 +7,11 @@
 // takes the maximum over all 128 rows before the first exponential. Way: a task is one window and 64 columns, all rows
 // at once; columns do not see each other before the norm, which is a second kernel (norm_rope.h) instead of a barrier
 // between cores. Tasks are numbered slice after slice, so that the APE of a slice stays while a core works on it.
-// Copies take 256 bytes per row; their other half-lines are found in the second-level cache, as a neighbouring core
-// takes them. Rows before a request's start come from the pool (float32, APE in them). A window whose rows cannot be
-// had is NaN. bf16 rows are cast task by task, their history is copied into the float32 rows without overlap. What it
-// does not do: keep running maxima and sums instead of rows (other bits); write out.
+// Copies take 256 bytes per row: the other half of a line belongs to the next slice, to a core windows * cores / tasks
+// further on (an eighth of them), so it takes the second-level cache to read a line from memory once. Rows before a
+// request's start come from the pool (float32, APE in them). A window whose rows cannot be had is NaN. bf16 rows are
+// cast task by task, their history is copied into the float32 rows without overlap. What it does not do: keep running
+// maxima and sums instead of rows (other bits); write out.
 #ifndef AFD_DSV4_COMPRESSOR_COMPRESS_C128_H_
 #define AFD_DSV4_COMPRESSOR_COMPRESS_C128_H_
 
@@ -37,7 +38,7 @@ class KernelPoolC128 {
     pipe_->InitBuffer(outQ_, Tiling::kOutBuffers, Tiling::kOutBytes);
     ape_ = apeBuf_.template Get<float>();
     tree_ = treeBuf_.template Get<float>();
-    faults_.Init(pipe_, gm.workspace);
+    faults_.Init(pipe_, gm.workspace, 0);
     const Batch batch = BatchOf(params_);
     requests_.Init(batch, gm.cuSeqlens, gm.starts, &faults_);
     table_.Init(batch, gm.table, &faults_);

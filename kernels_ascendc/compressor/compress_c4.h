@@ -4,13 +4,13 @@
 // C4 with overlap: pool, norm and turn windows of 4 tokens, each with the left halves of the 4 rows before.
 //
 // Problem: 8 KB of float32 rows per token have to pass through every core once, at the speed of the memory, in the
-// order of operations of the stock operator. Way: a tile of 1,024 columns of windows (tiling.h). Copies put the rows
+// order of operations of the stock operator. Way: a piece of 1,024 columns of windows (tiling.h). Copies put the rows
 // where the stock operator has them, left half of the row before and right half of the own row in turn, so that halves
-// of a window are adjoining floats and every fold is one instruction per window. The next tile is copied while one is
-// computed: the queue holds two. Results wait in pooled rows until two tiles are together, then norm_rope.h finishes
+// of a window are adjoining floats and every fold is one instruction per window. The next piece is copied while one is
+// computed: the queue holds two. Results wait in pooled rows until two pieces are together, then norm_rope.h finishes
 // them. Rows before a request's start come from the pool (float32, APE in them), rows before position 0 are kv 0 and
-// score -inf, a window whose rows cannot be had is NaN. bf16 rows are cast tile by tile; their history is copied
-// straight into the float32 tile, without overlap, as at most two windows of a request have any. What it does not do:
+// score -inf, a window whose rows cannot be had is NaN. bf16 rows are cast piece by piece; their history is copied
+// straight into the float32 piece, without overlap, as at most two windows of a request have any. What it does not do:
 // save tails (tail_update.h); share anything between cores.
 #ifndef AFD_DSV4_COMPRESSOR_COMPRESS_C4_H_
 #define AFD_DSV4_COMPRESSOR_COMPRESS_C4_H_
@@ -38,7 +38,7 @@ class KernelCompressC4 {
     pipe_->InitBuffer(pooledBuf_, Tiling::kPooledBytes);
     tree_ = treeBuf_.template Get<float>();
     pooled_ = pooledBuf_.template Get<float>();
-    faults_.Init(pipe_, gm.workspace);
+    faults_.Init(pipe_, gm.workspace, 0);
     const Batch batch = BatchOf(params_);
     requests_.Init(batch, gm.cuSeqlens, gm.starts, &faults_);
     table_.Init(batch, gm.table, &faults_);
@@ -54,17 +54,17 @@ class KernelCompressC4 {
       const Share share = ShareOf(requests_.highest() - requests_.lowest());
       const int32_t first = requests_.lowest() + share.first, end = requests_.lowest() + share.end;
       uint32_t turn = 0;
-      if (first < end) CopyIn(tiles_[turn], first, end);
+      if (first < end) CopyIn(pieces_[turn], first, end);
       uint32_t pooled = 0;  // rows that wait for the norm
       for (int32_t row = first; row < end; row += kWindows, turn ^= 1) {
-        const Tile& tile = tiles_[turn];
+        const Piece& piece = pieces_[turn];
         const bool last = row + kWindows >= end;
-        pooled += tile.windows;
+        pooled += piece.windows;
         const bool finish = last || pooled + kWindows > Tiling::kBatch;
-        const uint32_t batch = static_cast<uint32_t>(row) + tile.windows - pooled;
-        if (finish) norm_.CopyIn(batch, pooled);  // before the next tile: the vector unit must not wait for that one
-        if (!last) CopyIn(tiles_[turn ^ 1], row + kWindows, end);
-        Compute(tile, pooled_[(pooled - tile.windows) * head_dim]);
+        const uint32_t batch = static_cast<uint32_t>(row) + piece.windows - pooled;
+        if (finish) norm_.CopyIn(batch, pooled);  // before the next piece: the vector unit must not wait for that one
+        if (!last) CopyIn(pieces_[turn ^ 1], row + kWindows, end);
+        Compute(piece, pooled_[(pooled - piece.windows) * head_dim]);
         if (finish) {
           norm_.Compute(pooled_, pooled);
           norm_.CopyOut(batch, pooled);
@@ -82,8 +82,8 @@ class KernelCompressC4 {
   static constexpr int32_t kWindows = static_cast<int32_t>(Tiling::kWindows);
   static constexpr int32_t kRatio = static_cast<int32_t>(kC4Ratio);
   static constexpr uint32_t kWindow = Tiling::kWindowFloats;
-  static constexpr uint32_t kScore = Tiling::kTileFloats;  // where the scores of a tile begin
-  static constexpr uint32_t kLeft = 0, kRight = 1;         // half of a row, and its pool row modulo 2
+  static constexpr uint32_t kScore = Tiling::kPieceFloats;  // where the scores of a piece begin
+  static constexpr uint32_t kLeft = 0, kRight = 1;          // half of a row, and its pool row modulo 2
 
   // Where the rows of a window come from. History rows are the first of a half.
   struct Window {
@@ -92,7 +92,8 @@ class KernelCompressC4 {
     bool missing, fault;        // no window before it; rows that cannot be had
     __aicore__ inline bool Plain() const { return left == 0 && right == 0 && !missing && !fault; }
   };
-  struct Tile {
+  struct Piece {  // what the UB holds at once
+    __aicore__ inline Piece() {}
     uint32_t windows;
     bool plain;  // all windows are
     Window window[Tiling::kWindows];
@@ -110,22 +111,22 @@ class KernelCompressC4 {
 
   // ------------------------------------------------------------------------------------------------ copy in
 
-  __aicore__ inline void CopyIn(Tile& tile, int32_t row, int32_t end) {
+  __aicore__ inline void CopyIn(Piece& piece, int32_t row, int32_t end) {
     AscendC::LocalTensor<Row> in = inQ_.template AllocTensor<Row>();
-    tile.windows = static_cast<uint32_t>(Smaller(kWindows, end - row));
-    tile.plain = true;
-    for (uint32_t w = 0; w < tile.windows;) {
-      Window& window = tile.window[w];
+    piece.windows = static_cast<uint32_t>(Smaller(kWindows, end - row));
+    piece.plain = true;
+    for (uint32_t w = 0; w < piece.windows;) {
+      Window& window = piece.window[w];
       Look(window, row + static_cast<int32_t>(w));
       if (window.Plain()) {
         // The windows behind a plain one of the same request are plain too.
         const uint32_t run = static_cast<uint32_t>(
-            Smaller(requests_.WindowsFrom(row + static_cast<int32_t>(w)), static_cast<int32_t>(tile.windows - w)));
-        for (uint32_t i = 1; i < run; ++i) tile.window[w + i] = window;
+            Smaller(requests_.WindowsFrom(row + static_cast<int32_t>(w)), static_cast<int32_t>(piece.windows - w)));
+        for (uint32_t i = 1; i < run; ++i) piece.window[w + i] = window;
         CopyStaged(in[w * kWindow], window, kRatio * run);
         w += run;
       } else {
-        tile.plain = false;
+        piece.plain = false;
         if (!window.fault) {
           CopyStaged(in[w * kWindow], window, kRatio);
           if constexpr (!kBf16) CopyHistory(in[w * kWindow], window);
@@ -197,29 +198,29 @@ class KernelCompressC4 {
 
   // ------------------------------------------------------------------------------------------------ compute
 
-  __aicore__ inline void Compute(const Tile& tile, const Floats& pooled) {
+  __aicore__ inline void Compute(const Piece& piece, const Floats& pooled) {
     AscendC::LocalTensor<Row> in = inQ_.template DeQue<Row>();
     if constexpr (kBf16) {
       const Floats work = workBuf_.template Get<float>();
-      CastRows(tile, in, work);
+      CastRows(piece, in, work);
       inQ_.FreeTensor(in);
-      Pool(tile, work, pooled);
+      Pool(piece, work, pooled);
     } else {
-      Pool(tile, in, pooled);
+      Pool(piece, in, pooled);
       inQ_.FreeTensor(in);
     }
   }
 
-  __aicore__ inline void CastRows(const Tile& tile, const AscendC::LocalTensor<Row>& in, const Floats& work) {
-    if (tile.plain) {
-      const uint32_t count = tile.windows * kWindow;
+  __aicore__ inline void CastRows(const Piece& piece, const AscendC::LocalTensor<Row>& in, const Floats& work) {
+    if (piece.plain) {
+      const uint32_t count = piece.windows * kWindow;
       AscendC::Cast(work, in, AscendC::RoundMode::CAST_NONE, count);
       AscendC::Cast(work[kScore], in[kScore], AscendC::RoundMode::CAST_NONE, count);
       VectorBarrier();
       return;
     }
-    for (uint32_t w = 0; w < tile.windows; ++w) {
-      const Window& window = tile.window[w];
+    for (uint32_t w = 0; w < piece.windows; ++w) {
+      const Window& window = piece.window[w];
       if (window.fault) continue;
       for (int32_t r = 0; r < kRatio; ++r) {
         const uint32_t at = w * kWindow + static_cast<uint32_t>(2 * r) * head_dim;
@@ -227,9 +228,9 @@ class KernelCompressC4 {
         if (r >= window.right) CastRow(in, work, at + head_dim);
       }
     }
-    Order<AscendC::HardEvent::V_MTE2>(pipe_);  // what the tile before made of the same memory is done
-    for (uint32_t w = 0; w < tile.windows; ++w) {
-      if (!tile.window[w].fault) CopyHistory(work[w * kWindow], tile.window[w]);
+    Order<AscendC::HardEvent::V_MTE2>(pipe_);  // what the piece before made of the same memory is done
+    for (uint32_t w = 0; w < piece.windows; ++w) {
+      if (!piece.window[w].fault) CopyHistory(work[w * kWindow], piece.window[w]);
     }
     Order<AscendC::HardEvent::MTE2_V>(pipe_);  // and so are the casts, which the copies waited for
   }
@@ -239,9 +240,9 @@ class KernelCompressC4 {
   }
 
   // Adds APE to what was staged, and fills what is missing.
-  __aicore__ inline void Complete(const Tile& tile, const Floats& kv, const Floats& score) {
-    for (uint32_t w = 0; w < tile.windows; ++w) {
-      const Window& window = tile.window[w];
+  __aicore__ inline void Complete(const Piece& piece, const Floats& kv, const Floats& score) {
+    for (uint32_t w = 0; w < piece.windows; ++w) {
+      const Window& window = piece.window[w];
       const Floats s = score[w * kWindow], k = kv[w * kWindow];
       if (window.Plain()) {
         Count<Operation::kAdd>(s, s, ape_, kWindow);
@@ -273,12 +274,12 @@ class KernelCompressC4 {
     VectorBarrier();
   }
 
-  __aicore__ inline void Pool(const Tile& tile, const Floats& kv, const Floats& pooled) {
+  __aicore__ inline void Pool(const Piece& piece, const Floats& kv, const Floats& pooled) {
     constexpr uint32_t kTreeWindow = kWindow / 2;
     const Floats score = kv[kScore];
-    const uint32_t windows = tile.windows;
+    const uint32_t windows = piece.windows;
     const int32_t count = static_cast<int32_t>(windows * kWindow);
-    Complete(tile, kv, score);
+    Complete(piece, kv, score);
 
     Halve<Operation::kMax, kTreeWindow>(tree_, score, windows);
     Fold<Operation::kMax, head_dim, kTreeWindow, kTreeWindow, Tiling::kWindows>(tree_, tree_, windows);
@@ -311,11 +312,11 @@ class KernelCompressC4 {
   Requests<kRatio> requests_;
   Table table_;
   NormRope<typename Tiling::Norm> norm_;
-  Tile tiles_[2];
+  Piece pieces_[2];
   AscendC::GlobalTensor<Row> rowsGm_;
   AscendC::GlobalTensor<float> poolGm_, apeGm_;
-  AscendC::TQue<AscendC::TPosition::VECIN, 2> inQ_;     // 2 x 65,536 B (bf16: 32,768): kv | score of a tile
-  AscendC::TBuf<AscendC::TPosition::VECCALC> workBuf_;  // bf16 only, 65,536 B: the tile in float32
+  AscendC::TQue<AscendC::TPosition::VECIN, 2> inQ_;     // 2 x 65,536 B (bf16: 32,768): kv | score of a piece
+  AscendC::TBuf<AscendC::TPosition::VECCALC> workBuf_;  // bf16 only, 65,536 B: the piece in float32
   AscendC::TBuf<AscendC::TPosition::VECCALC> apeBuf_;   // 16,384 B (D = 128: 4,096): APE in the order of pool rows
   AscendC::TBuf<AscendC::TPosition::VECCALC> treeBuf_;  // 16,384 B: halves of maxima, then of sums; the norm's scratch
   AscendC::TBuf<AscendC::TPosition::VECCALC> pooledBuf_;  // 8,192 B: rows that wait for the norm

@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 
 // Which faults of a launch's tables a kernel reports. The record of a block is int32 [count, code, request, value,
-// limit, 0, 0, 0] of its first fault; host.cpp has the texts.
+// limit, 0, 0, 0] of its first fault in the last launch that had one; host.cpp has the texts.
 #ifndef AFD_DSV4_COMPRESSOR_FAULTS_H_
 #define AFD_DSV4_COMPRESSOR_FAULTS_H_
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 
-// What a full tile costs, counted from the source of the kernels: bytes, instructions of the vector unit, those that
+// What a full piece costs, counted from the source of the kernels: bytes, instructions of the vector unit, those that
 // wait for the one before, and the cycles of their data at the rates of the documentation (float32: 64 elements a
 // cycle; 32 for Exp, Div and Sqrt; 64 in 7 cycles for WholeReduceSum; 5 for Gather). A model, nothing of it was
 // measured. The host emulation counts what really runs; tests compare the two.
@@ -28,15 +28,15 @@ inline double Log2(double value) { return value <= 1 ? 0 : 1 + Log2(value / 2); 
 
 template <typename Tiling>
 void AddNormRope(Cost* cost, bool bf16_out) {
-  const double rows = Tiling::kRows, chunks = Tiling::kColumns / double(kLanes), all = rows * chunks;
+  const double rows = Tiling::kRows, slices = Tiling::kColumns / double(kLanes), all = rows * slices;
   cost->bytes += rows * (2 * kRopeColumns * kFloatBytes + Tiling::kColumns * (bf16_out ? 2.0 : 4.0));
   cost->Add(1, all);                                  // squares
-  cost->Add(chunks - 1, rows * (chunks - 1), false);  // chunks by halves
-  cost->barriers += Log2(chunks);
+  cost->Add(slices - 1, rows * (slices - 1), false);  // slices by halves
+  cost->barriers += Log2(slices);
   cost->Add(1, 7 * rows);  // lanes
   const double roots = Tiling::kRootLanes / double(kFloatBlock);
   cost->Add(1, 1), cost->Add(1, 1), cost->Add(1, 2), cost->Add(1, roots);  // mean, epsilon, root, root of every lane
-  const double each = rows < chunks ? rows : chunks;
+  const double each = rows < slices ? rows : slices;
   cost->Add(each, 2 * all), cost->Add(each, all);  // by the root, by the weight
   cost->Add(2, rows * kRopeColumns / 5.0 + rows);  // partners; sign of the sine
   cost->Add(2, 2 * rows), cost->Add(1, rows);      // products, sum
@@ -48,30 +48,30 @@ inline double FoldCount(uint32_t width, uint32_t stride, uint32_t windows) {
   return stride / kFloatBlock <= 255 && width / kLanes < windows ? width / kLanes : windows;
 }
 
-// Two tiles and their norm.
+// Two pieces and their norm.
 template <typename Tiling>
 Cost CostOfC4(bool bf16_out) {
   constexpr uint32_t d = Tiling::kHeadDim, w = Tiling::kWindows, window = Tiling::kWindowFloats;
   const double row = w * d / double(kLanes);  // cycles of one pool row of every window
-  Cost tile;
-  tile.bytes = 2.0 * Tiling::kTileFloats * Tiling::kRowBytes;
-  if (Tiling::kWorkBytes > 0) tile.Add(2, 16 * row);
+  Cost piece;
+  piece.bytes = 2.0 * Tiling::kPieceFloats * Tiling::kRowBytes;
+  if (Tiling::kWorkBytes > 0) piece.Add(2, 16 * row);
   const auto tree = [&] {
-    for (uint32_t rows = 4; rows >= 1; rows /= 2) tile.Add(FoldCount(rows * d, window, w), rows * row);
+    for (uint32_t rows = 4; rows >= 1; rows /= 2) piece.Add(FoldCount(rows * d, window, w), rows * row);
   };
-  tile.Add(w, 8 * row);  // APE
+  piece.Add(w, 8 * row);  // APE
   tree();
-  tile.Add(row, 8 * row);  // less the maximum
-  tile.Add(1, 16 * row);   // exponentials
+  piece.Add(row, 8 * row);  // less the maximum
+  piece.Add(1, 16 * row);   // exponentials
   tree();
-  tile.Add(row, 16 * row);  // by the sum
-  tile.Add(1, 8 * row);     // times kv
+  piece.Add(row, 16 * row);  // by the sum
+  piece.Add(1, 8 * row);     // times kv
   tree();
   Cost cost;
-  cost.bytes = 2 * tile.bytes;
-  cost.instructions = 2 * tile.instructions;
-  cost.barriers = 2 * tile.barriers;
-  cost.cycles = 2 * tile.cycles;
+  cost.bytes = 2 * piece.bytes;
+  cost.instructions = 2 * piece.instructions;
+  cost.barriers = 2 * piece.barriers;
+  cost.cycles = 2 * piece.cycles;
   AddNormRope<typename Tiling::Norm>(&cost, bf16_out);
   return cost;
 }

@@ -112,22 +112,21 @@ int CheckLaunchOf(uint32_t blocks, const Params* params) {
   return CanImplement(params, nullptr, 0);
 }
 
-void Fill(const Cost& cost, int64_t ub_bytes, int64_t windows, double units, AfdDsv4Figures* figures) {
-  *figures = {ub_bytes,           windows, cost.bytes / units, cost.instructions / units, cost.barriers / units,
-              cost.cycles / units};
+void Fill(const Cost& cost, int64_t ub_bytes, double units, AfdDsv4Figures* figures) {
+  *figures = {ub_bytes, cost.bytes / units, cost.instructions / units, cost.barriers / units, cost.cycles / units};
 }
 
 template <typename Tiling>
 void FillC4(const AfdDsv4CompressParams& p, AfdDsv4Figures* figures) {
   const Cost cost = CostOfC4<Tiling>(p.out_dtype == AFD_DSV4_BFLOAT16);
-  Fill(cost, Tiling::kBytes, Tiling::kWindows, double(Tiling::kBatch) * kC4Ratio, figures);
+  Fill(cost, Tiling::kBytes, double(Tiling::kBatch) * kC4Ratio, figures);
 }
 
 template <typename Tiling>
 void FillTail(const AfdDsv4TailParams& p, AfdDsv4Figures* figures) {
   const int32_t half = p.coff * p.head_dim;
   const int32_t rows = std::min(static_cast<int32_t>(Tiling::kPieceFloats) / half, p.ratio);
-  Fill(CostOfTail<Tiling>(rows, half), Tiling::kBytes, rows, rows, figures);
+  Fill(CostOfTail<Tiling>(rows, half), Tiling::kBytes, rows, figures);
 }
 
 std::string FaultText(const int32_t* record) {
@@ -155,6 +154,19 @@ std::string FaultText(const int32_t* record) {
   }
 }
 
+// How many faults the records of one operator count, and the first of them in the order of requests.
+int64_t CountFaults(const int32_t* records, std::string* text) {
+  const int32_t* first = nullptr;
+  int64_t count = 0;
+  for (const int32_t* record = records; record < records + kFaultRecords; record += kFaultWords) {
+    if (record[0] == 0) continue;
+    count += record[0];
+    if (first == nullptr || record[2] < first[2]) first = record;
+  }
+  if (first != nullptr) *text = FaultText(first);
+  return count;
+}
+
 }  // namespace
 
 int Fail(int status, const char* kernel, const char* text) {
@@ -165,10 +177,9 @@ int Fail(int status, const char* kernel, const char* text) {
 int CheckLaunch(uint32_t blocks, const AfdDsv4CompressParams* params) { return CheckLaunchOf(blocks, params); }
 int CheckLaunch(uint32_t blocks, const AfdDsv4TailParams* params) { return CheckLaunchOf(blocks, params); }
 
-int CheckFaults(const char* kernel, const void* workspace, uint32_t blocks) {
-  char text[512];
-  const int64_t faults = afd_dsv4_faults(workspace, blocks, text, sizeof(text));
-  return faults == 0 ? AFD_DSV4_OK : Fail(AFD_DSV4_FAULT, kernel, text);
+int CheckFaults(const char* kernel, const int32_t* records) {
+  std::string text;
+  return CountFaults(records, &text) == 0 ? AFD_DSV4_OK : Fail(AFD_DSV4_FAULT, kernel, text.c_str());
 }
 
 }  // namespace afd_dsv4
@@ -194,16 +205,11 @@ int64_t afd_dsv4_workspace_bytes_tail_update(const AfdDsv4TailParams* params) {
   return CanImplement(params, nullptr, 0) == AFD_DSV4_OK ? int64_t{kFaultsBytes} : -1;
 }
 
-int64_t afd_dsv4_faults(const void* workspace, uint32_t blocks, char* text, size_t size) {
-  const int32_t* first = nullptr;
-  int64_t count = 0;
-  for (uint32_t block = 0; block < std::min(blocks, kMaxBlocks); ++block) {
-    const int32_t* record = static_cast<const int32_t*>(workspace) + block * kFaultWords;
-    if (record[0] == 0) continue;
-    count += record[0];
-    if (first == nullptr || record[2] < first[2]) first = record;
-  }
-  CopyText(first == nullptr ? "" : FaultText(first), text, size);
+int64_t afd_dsv4_faults(const void* workspace, char* text, size_t size) {
+  const int32_t* records = static_cast<const int32_t*>(workspace);
+  std::string compress, tail;
+  const int64_t count = CountFaults(records, &compress) + CountFaults(records + kFaultRecords, &tail);
+  CopyText(!compress.empty() ? "compress: " + compress : !tail.empty() ? "tail_update: " + tail : "", text, size);
   return count;
 }
 
@@ -219,9 +225,9 @@ int afd_dsv4_figures_compress(int kernel, const AfdDsv4CompressParams* params, A
   } else if (kernel == AFD_DSV4_POOL_C128 && !c4) {
     const Cost cost = bf16 ? CostOfC128<C128Tiling<true>>() : CostOfC128<C128Tiling<false>>();
     const double tokens = double(kC128Ratio) / C128Tiling<false>::kSlices;
-    Fill(cost, bf16 ? C128Tiling<true>::kBytes : C128Tiling<false>::kBytes, 1, tokens, figures);
+    Fill(cost, bf16 ? C128Tiling<true>::kBytes : C128Tiling<false>::kBytes, tokens, figures);
   } else if (kernel == AFD_DSV4_NORM_ROPE && !c4) {
-    Fill(CostOfFinish(params->out_dtype == AFD_DSV4_BFLOAT16), FinishTiling::kBytes, FinishTiling::kRows,
+    Fill(CostOfFinish(params->out_dtype == AFD_DSV4_BFLOAT16), FinishTiling::kBytes,
          double(FinishTiling::kRows) * kC128Ratio, figures);
   } else {
     const std::string text = "kernel: found " + std::to_string(kernel) + ", which is not one of a launch with ratio " +

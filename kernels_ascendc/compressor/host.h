@@ -18,8 +18,8 @@ int Fail(int status, const char* kernel, const char* text);
 int CheckLaunch(uint32_t blocks, const AfdDsv4CompressParams* params);
 int CheckLaunch(uint32_t blocks, const AfdDsv4TailParams* params);
 
-// AFD_DSV4_OK, or AFD_DSV4_FAULT with the first fault kept: for back ends that have waited for the launch.
-int CheckFaults(const char* kernel, const void* workspace, uint32_t blocks);
+// AFD_DSV4_OK, or AFD_DSV4_FAULT with the first fault of one operator's records kept: for back ends that have waited.
+int CheckFaults(const char* kernel, const int32_t* records);
 
 }  // namespace afd_dsv4
 

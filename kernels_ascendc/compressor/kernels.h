@@ -21,7 +21,9 @@
 // Bad tables: a kernel checks what it reads from device memory and never touches anything outside the tensors. If
 // cu_seqlens or starts are bad, nothing of the launch is written, as all rows behind would lie elsewhere. If a page id
 // or column is bad, or a row is not at hand, a window's output row is NaN (its neighbours are right), and a tail's page
-// is not written. The first fault of each block lies in the workspace (afd_dsv4_faults).
+// is not written. The first fault of each block goes to the workspace (afd_dsv4_faults): a block that has found one
+// writes its record over the one before, a block that has not leaves it, so what launches found stays until somebody
+// clears it.
 #ifndef AFD_DSV4_COMPRESSOR_KERNELS_H_
 #define AFD_DSV4_COMPRESSOR_KERNELS_H_
 
@@ -103,12 +105,11 @@ typedef struct AfdDsv4TailParams {
 
 // What one kernel takes by its tiling, and how long by a model (not a measurement): tiling.h.
 typedef struct AfdDsv4Figures {
-  int64_t ub_bytes;          // of the Unified Buffer that the kernel reserves; the device has 188,160
-  int64_t windows_per_tile;  // windows that one pass of the vector unit takes (tail: rows)
-  double bytes;              // read from and written to device memory, per token (tail: per row of a tail)
-  double instructions;       // of the vector unit, per token
-  double barriers;           // of them wait for the one before, per token
-  double cycles;             // of the vector unit on data alone, per token and on one core
+  int64_t ub_bytes;     // of the Unified Buffer that the kernel reserves; the device has 188,160
+  double bytes;         // read from and written to device memory, per token (tail: per row of a tail)
+  double instructions;  // of the vector unit, per token
+  double barriers;      // of them wait for the one before, per token
+  double cycles;        // of the vector unit on data alone, per token and on one core
 } AfdDsv4Figures;
 
 // Whether a kernel takes these constants: AFD_DSV4_OK or AFD_DSV4_REFUSED. reason (may be NULL) gets the answer as text
@@ -116,9 +117,10 @@ typedef struct AfdDsv4Figures {
 AFD_DSV4_API int afd_dsv4_can_implement_compress(const AfdDsv4CompressParams* params, char* reason, size_t size);
 AFD_DSV4_API int afd_dsv4_can_implement_tail_update(const AfdDsv4TailParams* params, char* reason, size_t size);
 
-// Bytes of the workspace of a launch, -1 for constants that are refused. 4,096 bytes of faults; with ratio 128 behind
-// them one float32 row [head_dim] per window that can end in the tile, min(tokens, tokens / ratio + requests). It may
-// be shared by launches that follow each other on one stream, and holds nothing between them but the faults.
+// Bytes of the workspace of a launch, -1 for constants that are refused. 8,192 bytes of faults, half of compress and
+// half of tail_update; with ratio 128 behind them one float32 row [head_dim] per window that can end in the tile,
+// min(tokens, tokens / ratio + requests). It may be shared by launches that follow each other on one stream, and holds
+// nothing between them but the faults, which have to be zero before the first.
 AFD_DSV4_API int64_t afd_dsv4_workspace_bytes_compress(const AfdDsv4CompressParams* params);
 AFD_DSV4_API int64_t afd_dsv4_workspace_bytes_tail_update(const AfdDsv4TailParams* params);
 
@@ -141,9 +143,10 @@ AFD_DSV4_API int afd_dsv4_launch_tail_update(uint32_t blocks, void* stream, cons
                                              const void* rows, const void* ape, const void* cu_seqlens,
                                              const void* starts, const void* table, void* pool, void* workspace);
 
-// Reads what the blocks of the last launch with this workspace left in its first 4,096 bytes, here in host memory.
-// Returns how many faults there were; text (may be NULL) gets the first one in the order of requests.
-AFD_DSV4_API int64_t afd_dsv4_faults(const void* workspace, uint32_t blocks, char* text, size_t size);
+// Reads what launches left in the first 8,192 bytes of a workspace, here copied to host memory, since these were zero.
+// Returns how many faults their records count; text (may be NULL) gets the first one in the order of requests, of
+// compress before tail_update.
+AFD_DSV4_API int64_t afd_dsv4_faults(const void* workspace, char* text, size_t size);
 
 // Figures of one kernel for launches with these constants: AFD_DSV4_OK or AFD_DSV4_REFUSED.
 AFD_DSV4_API int afd_dsv4_figures_compress(int kernel, const AfdDsv4CompressParams* params, AfdDsv4Figures* figures);

@@ -66,12 +66,16 @@ __aicore__ inline Share ShareOf(int64_t count) {
   return {static_cast<int32_t>(count * core / cores), static_cast<int32_t>(count * (core + 1) / cores)};
 }
 
-// First fault of this core, with how many there were; written to the workspace when the core is done.
+// First fault of this core, with how many there were. A core without one writes nothing, so that the records of many
+// launches gather until somebody looks.
 class Faults {
  public:
-  __aicore__ inline void Init(AscendC::TPipe* pipe, GM_ADDR workspace) {
+  __aicore__ inline Faults() {}
+
+  // first: where the records of the operator begin, kFaultRecords * n.
+  __aicore__ inline void Init(AscendC::TPipe* pipe, GM_ADDR workspace, uint32_t first) {
     pipe_ = pipe;
-    gm_.SetGlobalBuffer((__gm__ int32_t*)workspace + AscendC::GetBlockIdx() * kFaultWords, kFaultWords);
+    gm_.SetGlobalBuffer((__gm__ int32_t*)workspace + first + AscendC::GetBlockIdx() * kFaultWords, kFaultWords);
     pipe->InitBuffer(record_, kFaultWords * sizeof(int32_t));
   }
 
@@ -85,6 +89,7 @@ class Faults {
   }
 
   __aicore__ inline void Write() {
+    if (count_ == 0) return;
     AscendC::LocalTensor<int32_t> record = record_.Get<int32_t>();
     const int32_t words[kFaultWords] = {count_, code_, request_, value_, limit_, 0, 0, 0};
     for (uint32_t i = 0; i < kFaultWords; ++i) record.SetValue(i, words[i]);
@@ -112,6 +117,8 @@ __aicore__ inline Batch BatchOf(const Params& p) {
 template <int32_t ratio>
 class Requests {
  public:
+  __aicore__ inline Requests() {}
+
   __aicore__ inline void Init(const Batch& batch, GM_ADDR cuSeqlens, GM_ADDR starts, Faults* faults) {
     batch_ = batch;
     faults_ = faults;
@@ -216,6 +223,8 @@ class Requests {
 // The pool row of a position, or that there is none.
 class Table {
  public:
+  __aicore__ inline Table() {}
+
   __aicore__ inline void Init(const Batch& batch, GM_ADDR table, Faults* faults) {
     batch_ = batch;
     faults_ = faults;

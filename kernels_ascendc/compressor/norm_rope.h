@@ -6,7 +6,7 @@
 //
 // Problem: some thirty small dependent instructions per row would cost more than pooling it. Way: several rows at
 // once, one instruction on all of them, strides over the rows. Order of operations as in
-// afd_dsv4/compressor/reference.py: chunks of 64 columns added by halves, 64 lanes in one WholeReduceSum, divided by
+// afd_dsv4/compressor/reference.py: slices of 64 columns added by halves, 64 lanes in one WholeReduceSum, divided by
 // the root (Rsqrt and Reciprocal of the device are approximations), two products and one sum per turned column. What it
 // does not do: any row of a window that another core pools; RoPE on columns other than the last 64.
 #ifndef AFD_DSV4_COMPRESSOR_NORM_ROPE_H_
@@ -20,6 +20,8 @@ namespace afd_dsv4 {
 template <typename Tiling>
 class NormRope {
  public:
+  __aicore__ inline NormRope() {}
+
   // scratch: Tiling::kScratchFloats floats that nobody else uses while Init or Compute run.
   __aicore__ inline void Init(AscendC::TPipe* pipe, const AfdDsv4CompressParams& params, const NormRopeInputs& gm,
                               const Floats& scratch) {
@@ -125,7 +127,7 @@ class NormRope {
   __aicore__ inline void Normalize(const Floats& rows, uint32_t count) {
     AscendC::Mul(scratch_, rows, rows, static_cast<int32_t>(count * kColumns));
     VectorBarrier();
-    FoldChunks<kColumns / 2>(count);
+    FoldSlices<kColumns / 2>(count);
     AscendC::WholeReduceSum<float>(root_, scratch_, static_cast<int32_t>(kLanes), static_cast<int32_t>(count), 1, 1,
                                    static_cast<int32_t>(kRowBlocks));
     VectorBarrier();
@@ -159,12 +161,12 @@ class NormRope {
     VectorBarrier();
   }
 
-  // Squares: chunks of 64 columns of each row, i and i + n/2, down to one chunk.
+  // Squares: slices of 64 columns of each row, i and i + n/2, down to one slice.
   template <uint32_t width>
-  __aicore__ inline void FoldChunks(uint32_t count) {
+  __aicore__ inline void FoldSlices(uint32_t count) {
     Fold<Operation::kAdd, width, kColumns, kColumns, kColumns / kLanes + 1>(scratch_, scratch_, count);
     VectorBarrier();
-    if constexpr (width > kLanes) FoldChunks<width / 2>(count);
+    if constexpr (width > kLanes) FoldSlices<width / 2>(count);
   }
 
   __aicore__ inline void Turn(const Floats& rows, uint32_t count) {
@@ -208,7 +210,7 @@ class KernelNormRope {
     pooledGm_.SetGlobalBuffer((__gm__ float*)(workspace + kFaultsBytes));
     pipe_->InitBuffer(inQ_, FinishTiling::kInBuffers, FinishTiling::kInBytes);
     pipe_->InitBuffer(scratchBuf_, FinishTiling::kScratchBytes);
-    faults_.Init(pipe_, workspace);
+    faults_.Init(pipe_, workspace, 0);
     requests_.Init(BatchOf(params_), cuSeqlens, starts, &faults_);
     norm_.Init(pipe_, params_, gm, scratchBuf_.Get<float>());
   }

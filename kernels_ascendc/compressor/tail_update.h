@@ -30,7 +30,7 @@ class KernelTailUpdate {
     pipe_->InitBuffer(inQ_, Tiling::kBuffers, Tiling::kInBytes);
     pipe_->InitBuffer(apeQ_, Tiling::kBuffers, Tiling::kApeBytes);
     pipe_->InitBuffer(outQ_, Tiling::kBuffers, Tiling::kOutBytes);
-    faults_.Init(pipe_, gm.workspace);
+    faults_.Init(pipe_, gm.workspace, kFaultRecords);
     const Batch batch = BatchOf(params_);
     requests_.Init(batch, gm.cuSeqlens, gm.starts, &faults_);
     table_.Init(batch, gm.table, &faults_);

@@ -3,10 +3,10 @@
 
 // How much of the Unified Buffer each kernel takes, buffer by buffer, and what it moves and computes per token.
 //
-// Problem: 188,160 bytes hold all that a core works on, and a tile should be large, because every copy and every vector
-// instruction has a price beside its data. Way: constants alone, which the kernels use for InitBuffer, static_assert
-// checks, and the host prints (afd_dsv4_figures_*). What it does not do: choose at run time; there is one tiling per
-// shape. It knows nothing of AscendC, so that any C++17 compiler can read it.
+// Problem: 188,160 bytes hold all that a core works on, and a piece should be large, because every copy and every
+// vector instruction has a price beside its data. Way: constants alone, which the kernels use for InitBuffer,
+// static_assert checks, and the host prints (afd_dsv4_figures_*). What it does not do: choose at run time; there is one
+// tiling per shape. It knows nothing of AscendC, so that any C++17 compiler can read it.
 #ifndef AFD_DSV4_COMPRESSOR_TILING_H_
 #define AFD_DSV4_COMPRESSOR_TILING_H_
 
@@ -25,12 +25,13 @@ constexpr uint32_t kMaxBlocks = 128;
 constexpr uint32_t kMaxRequests = 4096;
 constexpr uint32_t kMaxListIds = 64;  // pages of 8 rows hold a tail of C128 with drafts in 19
 constexpr uint32_t kFaultWords = 8;   // int32 of the record that a block leaves in the workspace: one UB block
-constexpr uint32_t kFaultsBytes = kMaxBlocks * kFaultWords * 4;
+constexpr uint32_t kFaultRecords = kMaxBlocks * kFaultWords;  // int32 of the records of one operator
+constexpr uint32_t kFaultsBytes = 2 * kFaultRecords * 4;      // of compress, then of tail_update
 
 constexpr uint32_t kC4Ratio = 4;
 constexpr uint32_t kC128Ratio = 128;
 
-// RMSNorm and RoPE of up to `rows` rows of `columns` floats: constants, one tile of RoPE, the result.
+// RMSNorm and RoPE of up to `rows` rows of `columns` floats: constants, RoPE rows, the result.
 template <uint32_t columns, uint32_t rows>
 struct NormRopeTiling {
   static constexpr uint32_t kColumns = columns;
@@ -47,8 +48,8 @@ struct NormRopeTiling {
   static_assert(rows * (kFloatBlock * kFloatBytes) <= kRootLanes * kBlockBytes, "a block per root");
 };
 
-// C4: a tile is 1,024 columns of windows, 8 pool rows each: 2 windows of 512 columns or 8 of 128. A copy then moves 16
-// KiB of float32, and every vector instruction on the tile covers at least 8 repeats. Two tiles are normed together.
+// C4: a piece is 1,024 columns of windows, 8 pool rows each: 2 windows of 512 columns or 8 of 128. A copy then moves 16
+// KiB of float32, and every vector instruction on the piece covers at least 8 repeats. Two pieces are normed together.
 template <uint32_t head_dim, bool bf16>
 struct C4Tiling {
   static constexpr uint32_t kHeadDim = head_dim;
@@ -56,14 +57,14 @@ struct C4Tiling {
   static constexpr uint32_t kWindows = 1024 / head_dim;
   static constexpr uint32_t kBatch = 2 * kWindows;
   static constexpr uint32_t kWindowFloats = kPoolRows * head_dim;
-  static constexpr uint32_t kTileFloats = kWindows * kWindowFloats;  // kv or score
+  static constexpr uint32_t kPieceFloats = kWindows * kWindowFloats;  // kv or score
   static constexpr uint32_t kRowBytes = bf16 ? 2 : 4;
   static constexpr uint32_t kInBuffers = 2;
-  static constexpr uint32_t kInBytes = 2 * kTileFloats * kRowBytes;                 // kv | score of a tile, as staged
-  static constexpr uint32_t kWorkBytes = bf16 ? 2 * kTileFloats * kFloatBytes : 0;  // the same in float32
-  static constexpr uint32_t kApeBytes = kWindowFloats * kFloatBytes;                // APE in the order of pool rows
-  static constexpr uint32_t kTreeBytes = kTileFloats / 2 * kFloatBytes;             // halves of maxima, then of sums
-  static constexpr uint32_t kPooledBytes = kBatch * head_dim * kFloatBytes;         // rows that wait for the norm
+  static constexpr uint32_t kInBytes = 2 * kPieceFloats * kRowBytes;                 // kv | score of a piece, as staged
+  static constexpr uint32_t kWorkBytes = bf16 ? 2 * kPieceFloats * kFloatBytes : 0;  // the same in float32
+  static constexpr uint32_t kApeBytes = kWindowFloats * kFloatBytes;                 // APE in the order of pool rows
+  static constexpr uint32_t kTreeBytes = kPieceFloats / 2 * kFloatBytes;             // halves of maxima, then of sums
+  static constexpr uint32_t kPooledBytes = kBatch * head_dim * kFloatBytes;          // rows that wait for the norm
   static constexpr uint32_t kFaultBytes = kFaultWords * 4;
   using Norm = NormRopeTiling<head_dim, kBatch>;
   static constexpr uint32_t kBytes =

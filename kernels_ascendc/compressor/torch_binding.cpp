@@ -20,6 +20,7 @@
 
 #include "back_end.h"
 #include "kernels.h"
+#include "tiling.h"
 
 namespace afd_dsv4 {
 
@@ -272,6 +273,14 @@ void project_meta(const Tensor& x, const Tensor& wkv, const Tensor& wgate, Tenso
 
 std::string backend() { return afd_dsv4_backend(); }
 
+std::string faults(const Tensor& records) {
+  const char* op = "faults";
+  expect(op, "records", records, records, at::kByte, {static_cast<int64_t>(kFaultsBytes)});
+  char text[512];
+  afd_dsv4_faults(records.data_ptr(), text, sizeof text);
+  return text;
+}
+
 }  // namespace
 }  // namespace afd_dsv4
 
@@ -286,6 +295,8 @@ TORCH_LIBRARY(afd_dsv4, m) {
       "Tensor(b!) workspace, int ratio, "
       "int coff, int list_ids, int carry, int first_token, int tokens, int launch_tokens, int blocks) -> ()");
   m.def("project(Tensor x, Tensor wkv, Tensor wgate, Tensor(a!) rows) -> ()");
+  // What launches left in the first bytes of their workspace, copied to the host: the first fault, or nothing.
+  m.def("faults(Tensor records) -> str");
   m.def("backend() -> str", afd_dsv4::backend);
   m.def("vector_cores(int device) -> int",
         [](int64_t device) { return afd_dsv4::vector_cores(static_cast<c10::DeviceIndex>(device)); });
@@ -296,6 +307,8 @@ TORCH_LIBRARY_IMPL(afd_dsv4, PrivateUse1, m) {
   m.impl("tail_update", afd_dsv4::tail_update);
   m.impl("project", afd_dsv4::project_checked);
 }
+
+TORCH_LIBRARY_IMPL(afd_dsv4, CPU, m) { m.impl("faults", afd_dsv4::faults); }
 
 TORCH_LIBRARY_IMPL(afd_dsv4, Meta, m) {
   m.impl("compress", afd_dsv4::compress_meta);

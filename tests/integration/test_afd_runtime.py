@@ -21,13 +21,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from afd_dsv4.compressor import afd, tails
-from afd_dsv4.compressor.afd import AfdRuntime
-from afd_dsv4.compressor.library import Library
+from afd_dsv4.compressor.afd import AfdRuntime, BadTables
+from afd_dsv4.compressor.kernels import Kernels
+from afd_dsv4.compressor.library import KERNELS, Library
 from afd_dsv4.compressor.stock import StockRuntime
 from afd_dsv4.execution.boundary import Boundary, BoundaryViolation
 from afd_dsv4.geometry import CompressorKind, ModelGeometry
 from afd_dsv4.softnpu import runtime as softnpu
 from afd_dsv4.tail import checkpoint
+from afd_dsv4.tail.store import TailVoid
 from afd_dsv4.tail.tables import RequestChunk, RequestId
 from afd_dsv4.workspace.order import check
 from tests.integration.test_stock_graphs import Graph, Load
@@ -178,6 +180,63 @@ def test_a_graph_that_no_tile_holds_is_refused() -> None:
 
 
 @contextlib.contextmanager
+def as_on_a_device() -> Iterator[None]:
+    """Launches within do not look at what their kernels report."""
+    kernels = Kernels(softnpu.library_dir() / KERNELS)
+    kernels.set("faults", 0)
+    try:
+        yield
+    finally:
+        torch.npu.synchronize()
+        kernels.set("faults", 1)
+
+
+def forward_with_a_bad_page(world: World, requests: dict[str, Request], chunks: list[RequestChunk], ratio: int) -> None:
+    """A forward in which the pages that one ratio has in its last layer are overwritten before the launches."""
+    execution = world.runtime.begin(chunks)
+    part = world.runtime.lists[execution.lease.slot.index].parts[ratio]
+    places = execution.lists[ratio].columns.size
+    layers = world.runtime.shapes[ratio].layers
+    part.ids[(layers - 1) * places : layers * places] = 10**6
+    for compressor in world.geometry.compressors:
+        world.step(execution, requests, chunks, compressor, world.streams[0])
+    execution.finish()
+    world.pending = []  # nobody's rows
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_a_bad_table_is_told_by_name_at_a_later_begin_and_its_tails_are_void(ratio: int) -> None:
+    world = World(11, cls=runtime_class(128))
+    runtime, requests = world.runtime, {name: world.request() for name in "ab"}
+    with as_on_a_device():
+        world.forward(requests, [chunk("a", 0, 130), chunk("b", 0, 7)])
+        calls = torch.ops.softnpu.calls()[1]
+        forward_with_a_bad_page(world, requests, [chunk("a", 130, 300)], ratio)
+        assert torch.ops.softnpu.calls()[1] == calls  # nobody has waited
+        torch.npu.synchronize()
+        told = (
+            r"kernels found bad tables on the device: .*: state table of request 0: position \d+ .* in page 1000000, "
+        )
+        for _ in range(2):  # and ever after
+            with pytest.raises(BadTables, match=told):
+                runtime.begin([chunk("b", 7, 8)])
+        assert runtime.open_of(runtime.mint()) == ()
+        with pytest.raises(TailVoid, match=told):
+            runtime.store.refuse_void([chunk("a", 300, 301)])
+        runtime.store.refuse_void([chunk("b", 7, 8)])  # not of that execution
+
+
+def test_a_bad_table_of_the_last_forward_is_in_the_log_when_the_runtime_is_closed(caplog: Any) -> None:
+    world = World(12, cls=runtime_class(128))
+    requests = {"a": world.request()}
+    with as_on_a_device():
+        forward_with_a_bad_page(world, requests, [chunk("a", 0, 60)], 4)
+        assert caplog.text == ""
+        assert world.runtime.close(drain_s=60.0) == ()
+    assert "kernels found bad tables on the device: tail_update: state table of request 0" in caplog.text
+
+
+@contextlib.contextmanager
 def races() -> Iterator[list[softnpu.Race]]:
     """Races that were found within; filled in at the end."""
     found: list[softnpu.Race] = []
@@ -290,10 +349,11 @@ def test_staging_rows_are_counted_as_they_are_planned_and_a_runtime_with_other_m
             return [*super()._make_areas(slots, drafts), *super()._make_areas(1, drafts)]
 
     stock, ours = (World(7, cls=cls).runtime.allocated() for cls in (StockRuntime, runtime_class(128)))
-    assert replace(ours, rows=0) == stock
-    rows = 2 * (132 * (8192 + 2048) + 2 * 4096)
+    found = 2 * 2 * 8192  # of both areas of both slots
+    assert replace(ours, rows=0, host=ours.host - found) == stock
+    rows = 2 * (132 * (8192 + 2048)) + found
     assert (ours.rows, ours.device - stock.device) == (rows, rows)
-    with pytest.raises(RuntimeError, match=r"allocated .*rows=4079616.* plans .*rows=2719744"):
+    with pytest.raises(RuntimeError, match=r"allocated .*rows=4104192.* plans .*rows=2736128"):
         World(7, cls=partial(Larger, tile_tokens=128))
 
 

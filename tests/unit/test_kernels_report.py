@@ -58,17 +58,17 @@ def test_bytes_per_token_are_those_of_rows_ropes_results_and_what_cores_load_for
 
 
 def test_slots_are_rows_and_workspace(report: Report) -> None:
-    # 4,096 bytes of faults; C128 has a row of 2 KiB for each window, and one more a request.
-    assert of(report, "compress_c4").slot_bytes == (32768 * 8192 + 4096, 2052 * 8192 + 4096)
-    assert of(report, "compress_c4_indexer", "bf16").slot_bytes == (32768 * 1024 + 4096, 2052 * 1024 + 4096)
+    # 8,192 bytes of faults; C128 has a row of 2 KiB for each window, and one more a request.
+    assert of(report, "compress_c4").slot_bytes == (32768 * 8192 + 8192, 2052 * 8192 + 8192)
+    assert of(report, "compress_c4_indexer", "bf16").slot_bytes == (32768 * 1024 + 8192, 2052 * 1024 + 8192)
     assert of(report, "compress_c128").slot_bytes == (
-        32768 * 4096 + 257 * 2048 + 4096,
-        2048 * 4096 + 17 * 2048 + 4096,
+        32768 * 4096 + 257 * 2048 + 8192,
+        2048 * 4096 + 17 * 2048 + 8192,
     )
     assert report.slot_rows_phase_1 == 320 * MIB
     assert set(report.slot_phase_2) == {32768, 1048576}
     # Rows of C4 and its indexer with 4 carried ones, and the faults of both.
-    assert set(report.slot_phase_2.values()) == {2052 * (8192 + 2048) + 2 * 4096}
+    assert set(report.slot_phase_2.values()) == {2052 * (8192 + 2048) + 2 * 8192}
 
 
 def test_every_limit_of_the_design_is_asked_for_and_kept(report: Report) -> None:

@@ -51,19 +51,20 @@ def afd_rows(tokens: int, tile_tokens: int | None, *, seqs: int = 4, drafts: int
     return size_workspace(FLASH, LAYOUT, **limits, slots=3, tile_tokens=tile_tokens).rows_bytes // 3
 
 
-def test_the_stock_executor_has_no_staging_rows_and_the_afd_executor_adds_nothing_else() -> None:
+def test_the_stock_executor_has_no_staging_rows_and_the_afd_executor_adds_them_and_what_kernels_find() -> None:
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 32768, "slots": 3}
     stock, afd = (size_workspace(FLASH, LAYOUT, **limits, tile_tokens=tile) for tile in (None, 2048))
     assert stock.rows_bytes == 0
-    assert replace(afd, rows_bytes=0) == stock
+    # On the host, what kernels found in both areas of each slot.
+    assert replace(afd, rows_bytes=0, host_bytes=afd.host_bytes - 3 * 2 * 8192) == stock
     assert afd.device_bytes - stock.device_bytes == afd.rows_bytes == 3 * (afd.slot_bytes - stock.slot_bytes) > 0
 
 
 def test_whole_chunks_stage_all_rows_of_a_layer_and_tiles_stage_as_many_at_any_chunk() -> None:
     # C128's rows of 4,096 bytes, and 2,048 a window, lie where C4's do; each area has the faults of its kernels.
-    whole = 32768 * (8192 + 2048) + 2 * 4096
-    assert afd_rows(32768, 32768) == afd_rows(32768, 1 << 20) == whole == (320 << 20) + 8192
-    tile = (2048 + 4) * (8192 + 2048) + 2 * 4096  # and the 4 rows of the window before
+    whole = 32768 * (8192 + 2048) + 2 * 8192
+    assert afd_rows(32768, 32768) == afd_rows(32768, 1 << 20) == whole == (320 << 20) + 16384
+    tile = (2048 + 4) * (8192 + 2048) + 2 * 8192  # and the 4 rows of the window before
     assert [afd_rows(tokens, 2048) for tokens in (2049, 32768, 1 << 20)] == [tile] * 3
     assert tile < 24 << 20
 
@@ -71,14 +72,14 @@ def test_whole_chunks_stage_all_rows_of_a_layer_and_tiles_stage_as_many_at_any_c
 def test_a_model_of_c128_alone_stages_its_rows_and_one_more_for_each_window_and_request() -> None:
     one = replace(FLASH, num_layers=1, compress_ratios=(128,))
     sizes = size_workspace(one, LAYOUT, max_num_seqs=3, max_num_batched_tokens=4096, slots=1, tile_tokens=256)
-    assert sizes.rows_bytes == 256 * 4096 + 4096 + (256 // 128 + 3) * 2048
+    assert sizes.rows_bytes == 256 * 4096 + 8192 + (256 // 128 + 3) * 2048
     sizes = size_workspace(one, LAYOUT, max_num_seqs=500, max_num_batched_tokens=400, slots=1, tile_tokens=256)
-    assert sizes.rows_bytes == 400 * 4096 + 4096 + 400 * 2048
+    assert sizes.rows_bytes == 400 * 4096 + 8192 + 400 * 2048
 
 
 def test_a_batch_of_decodes_with_drafts_is_one_tile() -> None:
-    assert afd_rows(32768, 128, seqs=100, drafts=2) == (300 + 4) * 10240 + 8192
-    assert afd_rows(256, 128, seqs=100, drafts=2) == 256 * 10240 + 8192  # a batch cannot be larger than that
+    assert afd_rows(32768, 128, seqs=100, drafts=2) == (300 + 4) * 10240 + 16384
+    assert afd_rows(256, 128, seqs=100, drafts=2) == 256 * 10240 + 16384  # a batch cannot be larger than that
 
 
 @pytest.mark.parametrize("times", [2, 4])

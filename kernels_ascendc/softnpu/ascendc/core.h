@@ -33,6 +33,7 @@ struct Options {
   uint64_t seed = 0;                      // of the shuffle and of fuzz
   bool fuzz = false;                      // perturb what the device computes inexactly (trap 22)
   bool saturate = false;                  // saturation instead of INF/NAN mode (trap 23)
+  bool faults = true;                     // whether launchers look at what kernels report; on a device none does
 };
 
 // An operand as an instruction sees it: where it lies in UB, and what is left of its tensor from there.

@@ -36,8 +36,8 @@ inline void record(const Counters& counters) {
 
 #define SOFTNPU_EXPORT extern "C" __attribute__((visibility("default")))
 
-// option: "order" (0 forward, 1 reverse, 2 shuffled), "seed", "fuzz" (0, 1), "saturate" (0, 1). 0: set; 1: no such
-// option, or a value it does not have.
+// option: "order" (0 forward, 1 reverse, 2 shuffled), "seed", "fuzz" (0, 1), "saturate" (0, 1), "faults" (0: a launch
+// does not look at what its kernels report, as on a device; 1). 0: set; 1: no such option, or a value it does not have.
 SOFTNPU_EXPORT int afd_dsv4_emulation_set(const char* option, int64_t value) {
   softnpu::ascendc::Shared& state = softnpu::ascendc::shared();
   const std::lock_guard<std::mutex> lock(state.mutex);
@@ -50,6 +50,8 @@ SOFTNPU_EXPORT int afd_dsv4_emulation_set(const char* option, int64_t value) {
     state.options.fuzz = value == 1;
   } else if (name == "saturate" && (value == 0 || value == 1)) {
     state.options.saturate = value == 1;
+  } else if (name == "faults" && (value == 0 || value == 1)) {
+    state.options.faults = value == 1;
   } else {
     return 1;
   }

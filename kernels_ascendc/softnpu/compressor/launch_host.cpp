@@ -6,8 +6,10 @@
 // before it stays. Every argument is registered with its bounds and whether it may be written, so that no kernel
 // touches anything else unseen. What it does not do: streams (the caller's thread is the stream), timing.
 
+#include <algorithm>
 #include <exception>
 #include <utility>
+#include <vector>
 
 #include "../../compressor/entries.h"
 #include "../../compressor/host.h"
@@ -56,6 +58,30 @@ void Run(Launch* launch, Kernel&& kernel) {
   softnpu::ascendc::record(launch->counters());
 }
 
+// Records of faults as a launch finds them, kept over it: it gets clean ones, and so its status is its own. Records
+// that it leaves alone are put back. As on a device, nobody looks where the option faults is 0.
+class Records {
+ public:
+  Records(const char* kernel, void* workspace, uint32_t first)
+      : kernel_(kernel),
+        records_(static_cast<int32_t*>(workspace) + first),
+        before_(records_, records_ + kFaultRecords) {
+    std::fill_n(records_, kFaultRecords, 0);
+  }
+  Records(const Records&) = delete;
+  ~Records() {
+    for (uint32_t i = 0; i < kFaultRecords; i += kFaultWords) {
+      if (records_[i] == 0) std::copy_n(&before_[i], kFaultWords, records_ + i);
+    }
+  }
+  int Status() const { return softnpu::ascendc::options().faults ? CheckFaults(kernel_, records_) : AFD_DSV4_OK; }
+
+ private:
+  const char* kernel_;
+  int32_t* records_;
+  std::vector<int32_t> before_;
+};
+
 // Runs body(); an exception becomes a status.
 template <typename Body>
 int Guarded(const char* kernel, Body&& body) {
@@ -85,6 +111,7 @@ int afd_dsv4_launch_compress(uint32_t blocks, void*, const AfdDsv4CompressParams
     const size_t out_rows = static_cast<size_t>(p.out_rows), dim = static_cast<size_t>(p.head_dim);
     const size_t angles = out_rows * kRopeColumns * sizeof(float), results = out_rows * dim * DtypeBytes(p.out_dtype);
     const size_t room = static_cast<size_t>(afd_dsv4_workspace_bytes_compress(&p));
+    const Records records("compress", workspace, 0);
     const auto finish = [&](Launch* launch) {
       launch->gm(norm_weight, dim * DtypeBytes(p.norm_dtype), Access::read, "norm_weight");
       launch->gm(cos, angles, Access::read, "cos");
@@ -104,7 +131,7 @@ int afd_dsv4_launch_compress(uint32_t blocks, void*, const AfdDsv4CompressParams
         kernel(Gm(rows), Gm(pool), Gm(ape), Gm(norm_weight), Gm(cos), Gm(sin), Gm(cu_seqlens), Gm(starts), Gm(table),
                Gm(out), Gm(workspace), p);
       });
-      return CheckFaults("compress", workspace, blocks);
+      return records.Status();
     }
     const auto kernel = bf16 ? afd_dsv4_pool_c128_bf16 : afd_dsv4_pool_c128;
     Run(&launch, [&] { kernel(Gm(rows), Gm(pool), Gm(ape), Gm(cu_seqlens), Gm(starts), Gm(table), Gm(workspace), p); });
@@ -116,7 +143,7 @@ int afd_dsv4_launch_compress(uint32_t blocks, void*, const AfdDsv4CompressParams
     Run(&second, [&] {
       afd_dsv4_norm_rope_512(Gm(norm_weight), Gm(cos), Gm(sin), Gm(cu_seqlens), Gm(starts), Gm(out), Gm(workspace), p);
     });
-    return CheckFaults("compress", workspace, blocks);
+    return records.Status();
   });
 }
 
@@ -126,13 +153,14 @@ int afd_dsv4_launch_tail_update(uint32_t blocks, void*, const AfdDsv4TailParams*
   if (const int status = CheckLaunch(blocks, params)) return status;
   return Guarded("tail_update", [&] {
     const AfdDsv4TailParams p = *params;
+    const Records records("tail_update", workspace, kFaultRecords);
     Launch launch(blocks, softnpu::ascendc::options());
     RegisterTables(&launch, p, rows, ape, cu_seqlens, starts, table);
     launch.gm(pool, PoolBytes(p), Access::write, "pool");
     launch.gm(workspace, kFaultsBytes, Access::write, "workspace");
     const auto kernel = p.row_dtype == AFD_DSV4_BFLOAT16 ? afd_dsv4_tail_update_bf16 : afd_dsv4_tail_update;
     Run(&launch, [&] { kernel(Gm(rows), Gm(ape), Gm(cu_seqlens), Gm(starts), Gm(table), Gm(pool), Gm(workspace), p); });
-    return CheckFaults("tail_update", workspace, blocks);
+    return records.Status();
   });
 }
 

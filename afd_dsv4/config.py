@@ -31,8 +31,7 @@ MODE_VARIABLE: Final = "AFD_DSV4_MODE"
 
 DEFAULT_SLOTS: Final = 2  # two uBatches
 DEFAULT_FENCE_TIMEOUT_S: Final = 60.0
-#: C4's rows of a tile are 16 MiB then: a small part of the device's second-level cache, and of its memory; and a
-#: matrix product of so many tokens is as good as a larger one.
+#: C4's rows of a tile are 16 MiB then: a small part of the device's second-level cache, and of its memory.
 DEFAULT_TILE_TOKENS: Final = 2048
 LEAST_TILE_TOKENS: Final = 128  # a window of the largest ratio
 

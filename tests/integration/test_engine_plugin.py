@@ -123,10 +123,17 @@ def test_tokens_are_native_ones_with_graphs_aborts_and_asynchronous_scheduling(g
 
 
 OURS = {"executor": "afd", "tile_tokens": 128}
+#: No launch of the stock operator by the plugin goes unseen.
+WITHOUT_STOCK = """
+from afd_dsv4.compressor import stock
+def refuse(*args, **named):
+    raise AssertionError("the stock executor launched")
+stock.call_operator = refuse
+"""
 
 
 def test_tokens_are_native_ones_with_our_own_kernels_in_graphs_and_beside_them(run: Run, graphs: Any) -> None:
-    ours = run(ABORTED, plugin=True, settings=OURS, **REPLAYED)
+    ours = run(ABORTED, plugin=True, settings=OURS, prelude=WITHOUT_STOCK, **REPLAYED)
     assert [answers(other) == answers(ours) for other in graphs] == [True, True]
 
 
@@ -137,8 +144,8 @@ def test_batches_that_are_cut_into_tiles_give_the_tokens_of_the_stock_executor(r
     how = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, "spec": spec}
     with ThreadPoolExecutor(2) as threads:
         each = [
-            threads.submit(run, [load], plugin=True, settings=settings, max_num_batched_tokens=512, **how)
-            for settings in ({"executor": "stock"}, OURS)
+            threads.submit(run, [load], plugin=True, settings=given, prelude=prelude, max_num_batched_tokens=512, **how)
+            for given, prelude in (({"executor": "stock"}, ""), (OURS, WITHOUT_STOCK))
         ]
         stock, ours = (thread.result() for thread in each)
     assert answers(ours) == answers(stock)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
-"""Metrics of the real engine: what its worker wrote is on the page that vLLM's API server would serve."""
+"""Metrics of the real engine: what its worker wrote is on the page that vLLM makes, and vLLM takes none of it away."""
 
 from __future__ import annotations
 
@@ -17,6 +17,24 @@ from tests.forked_engines import nursery
 pytestmark = [pytest.mark.npu, pytest.mark.vllm_runtime, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = checkpoint.Geometry(mtp=True)
+#: In the engine's process, before it: two pages, with a folder and without, as vLLM's API servers make them.
+SERVED = """
+import os
+from pathlib import Path
+from prometheus_client import Gauge, generate_latest
+from vllm.v1.metrics import prometheus
+from afd_dsv4 import metrics
+from afd_dsv4.config import Mode
+from afd_dsv4.gate import Decision
+Gauge("vllm_planted", "x", multiprocess_mode="mostrecent").set(1)
+metrics.decided(Decision(Mode.AFD, active=False, refused=True, reasons=("LoRA: on; drop it",)))
+prometheus.unregister_vllm_metrics()
+folder = os.environ[metrics.VARIABLE]
+Path(folder, "several").write_bytes(generate_latest(prometheus.get_prometheus_registry()))
+del os.environ[metrics.VARIABLE]
+Path(folder, "one").write_bytes(generate_latest(prometheus.get_prometheus_registry()))
+os.environ[metrics.VARIABLE] = folder
+"""
 
 
 def test_a_workers_steps_are_on_the_page(tmp_path: Path) -> None:
@@ -28,7 +46,7 @@ def test_a_workers_steps_are_on_the_page(tmp_path: Path) -> None:
     requests = [{"id": f"r{i}", "prompt": [2 + i] * 100, "max_tokens": 3, "arrive": 0} for i in range(2)]
     described = {"checkpoint": str(folder), "engine": engine, "workloads": [requests]}
     environment = {"SOFTNPU_WAIVE": ",".join(MODEL.waivers), VARIABLE: str(files)}
-    found = nursery(environment).run(described)
+    found = nursery(environment).run(described, prelude=SERVED)
     assert [len(tokens) for tokens in found["workloads"][0]["tokens"].values()] == [3, 3]
 
     registry = CollectorRegistry()
@@ -51,5 +69,11 @@ def test_a_workers_steps_are_on_the_page(tmp_path: Path) -> None:
     assert used in (1, 2)
     assert free == 4 - used
     assert value("slots", state="acquired") == 0
+    for page in ("several", "one"):
+        text = (files / page).read_text(encoding="utf-8")
+        assert 'afd_dsv4_decisions_total{mode="afd",verdict="refused"} 1.0' in text
+        assert 'afd_dsv4_refusals_total{reason="LoRA",what="configuration"} 1.0' in text
+        # vLLM takes what has its name off its registry; what is in the folder stays.
+        assert ("vllm_planted" in text) is (page == "several")
     decided = {"mode": "colocated", "verdict": "on"}
     assert registry.get_sample_value("afd_dsv4_decisions_total", decided) is not None

@@ -297,33 +297,3 @@ def test_the_page_has_the_table_of_the_code_and_names_nothing_else() -> None:
     named = set(re.findall(rf"\b{metrics.PREFIX}[a-z_]+", text))
     assert named == known
     assert re.findall(rf"\b{metrics.PREFIX}[a-z_]+", "`afd_dsv4_planted_total`") == ["afd_dsv4_planted_total"]
-
-
-SERVED = """
-import os
-from afd_dsv4 import metrics
-from afd_dsv4.config import Mode
-from afd_dsv4.gate import Decision
-from vllm.v1.metrics import prometheus
-from prometheus_client import Gauge, generate_latest
-Gauge("vllm_planted", "x", multiprocess_mode="mostrecent").set(1)
-metrics.decided(Decision(Mode.AFD, active=False, refused=True, reasons=("LoRA: on; drop it",)))
-prometheus.unregister_vllm_metrics()
-print(generate_latest(prometheus.get_prometheus_registry()).decode(), end="<page>")
-del os.environ[metrics.VARIABLE]
-print(generate_latest(prometheus.get_prometheus_registry()).decode())
-"""
-
-
-@pytest.mark.vllm_runtime
-def test_what_vllm_serves_has_the_front_ends_metrics_and_with_a_folder_the_workers(tmp_path: Path) -> None:
-    worker(tmp_path, 3, 1, 2)
-    texts = spawn(tmp_path, "-c", SERVED).stdout.split("<page>")
-    several, one = map(series, texts)
-    for found in (several, one):
-        assert found[key("decisions_total", mode="afd", verdict="refused")] == 1
-        assert found[key("refusals_total", what="configuration", reason="LoRA")] == 1
-    assert several[key("uploads_total", engine="3", rank="1")] == 2
-    assert key("uploads_total", engine="3", rank="1") not in one
-    # vLLM takes what has its name off its registry, not out of the folder.
-    assert ["vllm_planted" in text for text in texts] == [True, False]

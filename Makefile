@@ -2,10 +2,11 @@
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 #
 # The commands of the project. Each one makes the environment first (3 to 4 minutes the first time, 1 s after that), so
-# that any of them works from a fresh clone. PYTHON, TORCH_INDEX and CXX: see tests/environment/setup.sh.
+# that any of them works from a fresh clone; `make docs` makes a small one of its own. PYTHON, TORCH_INDEX and CXX: see
+# tests/environment/setup.sh.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test kernels bench explore soak afd-soak engine lint format clean clean-all
+.PHONY: help setup demo test kernels bench explore soak afd-soak engine docs lint format clean clean-all
 
 BIN := .venv/bin
 # Test files at a time. Each takes about 2 GiB of memory while it runs engines.
@@ -47,6 +48,14 @@ afd-soak: setup ## uBatches and stages of AFD, with a fault at every point of th
 
 engine: setup ## the real vLLM and vllm-ascend on the software NPU, native against plugin; ARGS: --workloads, --seed, --out
 	@$(BIN)/python -m afd_dsv4.evidence.engine $(ARGS)
+
+docs: build/docs-env/ready ## the pages of docs/ as a site in build/site; fails at a link that leads nowhere
+	@build/docs-env/bin/mkdocs build --clean
+
+build/docs-env/ready: tests/environment/docs.txt
+	@$(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m venv --clear build/docs-env
+	@build/docs-env/bin/python -m pip --disable-pip-version-check install -q --no-deps -r tests/environment/docs.txt
+	@touch $@
 
 lint: setup ## every static check
 	$(BIN)/ruff check .

@@ -57,7 +57,8 @@ class Settings:
     """All settings.
 
     Attributes:
-        mode: `off` by default.
+        mode: `off`; `afd`, attention and FFN on different workers, in the role attention; `colocated`, an ordinary
+            server.
         slots: workspace slots, one per execution in flight.
         drafts: draft tokens of speculative decoding that one forward may have to take back; None for as many as
             vLLM's speculative configuration says.
@@ -65,7 +66,8 @@ class Settings:
             pages are never used again. Longer than any forward may take.
         audit: in mode `afd`, whether everything that crosses to the FFN role is checked to share no memory with tails
             and workspace slots; None for where the log is at level DEBUG.
-        executor: what compresses.
+        executor: what compresses: `stock`, vllm-ascend's operator; `afd`, the project's own kernels; `auto` leaves it
+            to the gate, which takes `stock` on every supported stack.
         tile_tokens: most tokens that the afd executor projects and compresses at once, and so the size of its staging
             rows; `max_num_batched_tokens` or more for whole chunks.
 

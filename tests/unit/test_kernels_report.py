@@ -18,7 +18,14 @@ from afd_dsv4.compressor.roofline import modelled_time
 from afd_dsv4.kernels_report import MIB, Limit, Report, answer, measure
 from tests import kernels_world
 
-FIXED = {"ub_bytes", "bytes_per_token", "vector_instructions_per_token", "roofline_fraction_modelled", "slot_bytes"}
+FIXED = {
+    "ub_bytes",
+    "bytes_per_token",
+    "bytes_per_token_tiled",
+    "vector_instructions_per_token",
+    "roofline_fraction_modelled",
+    "slot_bytes",
+}
 COUNTERS = {"bytes.mte2": 0, "bytes.mte3": 0, "bytes.scalar": 0, "barriers": 0}
 
 
@@ -55,6 +62,24 @@ def test_bytes_per_token_are_those_of_rows_ropes_results_and_what_cores_load_for
     assert row + shares < found < row + shares + 1.1 * 48 * 2 * (128 * 64 * 4) / 32768
     # A decode's tail: a row read and written, and the APE of its score.
     assert of(report, "tail_update").bytes_per_token == pytest.approx(2 * 8192 + 4096, rel=0.03)
+
+
+def test_a_tile_on_all_cores_moves_what_each_core_loads_for_itself_beside_and_has_no_limit(report: Report) -> None:
+    # C4: APE and norm weight once for each of 48 cores, else as above.
+    row, share, left, core = 2 * 1024 * 4, (2 * 64 * 4 + 512 * 2) / 4, 4 * 1024 * 4, 4 * 1024 * 4 + 512 * 2
+    tiled = of(report, "compress_c4").bytes_per_token_tiled
+    assert tiled == pytest.approx(row + share + (48 * core - left) / 2048, abs=1)
+    tiled = of(report, "compress_c4", "bf16").bytes_per_token_tiled
+    assert tiled == pytest.approx(row / 2 + share + (48 * core - left / 2) / 2048, abs=1)
+    # C128: 16 windows in 8 slices are 128 tasks for 48 cores, of which some work in two slices; norm weights for those
+    # 16 that have a window to norm.
+    row, shares, slices = 2 * 512 * 4, (2 * 2048 + 2 * 64 * 4 + 1024) / 128, 0
+    for c in range(48):
+        slices += len({task // 16 for task in range(128 * c // 48, 128 * (c + 1) // 48)})
+    tiled = of(report, "compress_c128").bytes_per_token_tiled
+    assert row + shares + slices * 32768 / 2048 < tiled < row + shares + (slices * 32768 + 48 * 1536) / 2048
+    assert of(report, "tail_update").bytes_per_token_tiled is None
+    assert not any("tile" in limit.name for limit in report.limits())
 
 
 def test_slots_are_rows_and_workspace(report: Report) -> None:
@@ -115,12 +140,18 @@ MISSES: dict[str, tuple[dict[str, Any], str]] = {
         {"counted_ub_bytes": 188_000},
         "MISSED compress_c4 fp32, UB bytes counted: 188,000, at most 185,920",
     ),
-    "too many bytes": ({"bytes_per_token": 8701.0}, "MISSED compress_c4 fp32, bytes per token: 8,701, at most 8,700"),
+    "too many bytes": (
+        {"bytes_per_token": 8701.0},
+        "MISSED compress_c4 fp32, bytes per token of a whole chunk: 8,701, at most 8,700",
+    ),
     "too slow by the model": (
         {"roofline_fraction_modelled": 0.8},
         "MISSED compress_c4 fp32, share of the roofline by the model: 0.8, at least 0.85",
     ),
-    "no figure at all": ({"bytes_per_token": float("nan")}, "MISSED compress_c4 fp32, bytes per token: nan"),
+    "no figure at all": (
+        {"bytes_per_token": float("nan")},
+        "MISSED compress_c4 fp32, bytes per token of a whole chunk: nan",
+    ),
 }
 
 

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from afd_dsv4.compressor.kernels import Fault, Kernels, Misuse
+from afd_dsv4.compressor.kernels import Dtype, Fault, Kernels, Misuse
 from tests import kernels_world
-from tests.kernels_world import KINDS, PAGE_ROWS, Case, Request, World, poison, same
+from tests.kernels_world import KINDS, PAGE_ROWS, Case, Request, World, poison, same, to_dtype
 
 REQUESTS = {
     "c4": (Request(6, 11), Request(3, 2), Request(9, 8)),
@@ -203,6 +203,93 @@ def test_no_table_makes_a_launch_touch_what_is_not_its_own(
         assert "nothing was written" in tail
         assert untouched(world.out)
         assert same(world.pool, world.pool_before).all()
+
+
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    changes=changes,
+    blocks=st.sampled_from([1, 3, 7]),
+    row_dtype=st.sampled_from(Dtype),
+    longer=st.integers(0, 127),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60)
+def test_no_table_makes_a_tile_touch_what_is_not_its_own(
+    kernels: Kernels,
+    kind: str,
+    changes: list[tuple[str, int, int]],
+    blocks: int,
+    row_dtype: Dtype,
+    longer: int,
+    seed: int,
+) -> None:
+    """The tiles that good tables have, with carried rows, and bad ones: no tile ends where a window does any more."""
+    spec = KINDS[kind]
+    ratio = spec.ratio
+    tile_tokens = 2 * ratio + longer % ratio
+    world = world_of(kind, blocks=blocks, row_dtype=row_dtype, tile=tile_tokens, seed=seed)
+    tiles, packed = world.tiles(), np.concatenate(world.raw).astype(np.float32)
+    for name, entry, value in changes:
+        table = world.arrays[name].reshape(-1)
+        table[entry % len(table)] = value
+    for name in ("cu_seqlens", "starts", "table"):
+        world.memory.seal(name)
+    pages = world.table[world.table > 0]
+    for number, tile in enumerate(tiles):
+        carry = ratio if spec.overlap and tile.start else 0
+        staged = to_dtype(packed[max(0, tile.start - carry) : tile.stop], row_dtype)
+        rows = world.memory.input(f"rows {number}", staged)
+        compress, tail = world.params(tile, carry)
+        workspace = world.memory.array(f"workspace {number}", (kernels.workspace_bytes(compress) // 4,), np.float32)
+        arrays = world.arrays | {"rows": rows, "workspace": workspace}
+        for function, params in ((kernels.compress, compress), (kernels.tail_update, tail)):
+            try:
+                function(blocks, params, arrays)
+            except Fault:
+                pass
+            except Misuse as misuse:
+                if "cross-core overlap in GM" not in str(misuse) or len(np.unique(pages)) == len(pages):
+                    raise
+    assert world.memory.differences() == []
+    page = world.case.page_rows * spec.row_dim
+    assert same(world.pool[0], world.pool_before[0]).all()
+    assert same(world.pool[:, page:], world.pool_before[:, page:]).all()
+
+
+def test_what_launches_find_gathers_until_it_is_cleared_and_tails_have_records_of_their_own(kernels: Kernels) -> None:
+    good, bad, worse = world_of("c4"), world_of("c4", blocks=2), world_of("c4", blocks=5)
+    bad.table[0, (REQUESTS["c4"][0].start - 1) // bad.case.page_rows] = 10**6
+    worse.table[2, (REQUESTS["c4"][2].end - 1) // worse.case.page_rows] = -7
+    workspace = np.zeros(8192 // 4, np.float32)
+    records = workspace.view(np.int32).reshape(2, 128, 8)  # of compress, of tail_update
+
+    def run(world: World) -> str:
+        rows = np.concatenate(world.raw).astype(np.float32)
+        compress, tail = world.params(range(world.case.tokens), 0)
+        arrays = world.arrays | {"rows": world.memory.input("rows", rows), "workspace": workspace}
+        kernels.compress(world.case.blocks, compress, arrays)
+        kernels.tail_update(world.case.blocks, tail, arrays)
+        return kernels.faults(workspace)
+
+    kernels.set("faults", 0)  # as on a device
+    try:
+        assert run(good) == ""
+        assert not records.any()
+        of_tails = run(worse)
+        assert of_tails.startswith("tail_update: state table of request 2: position ")
+        assert of_tails.endswith("is said to be in page -7, which the pool has not")
+        assert not records[0].any()
+        found, told = records[1].copy(), records[1, :, 0] > 0
+        of_windows = run(bad)
+        assert of_windows.startswith("compress: state table of request 0: position ")
+        assert np.array_equal(records[1, told], found[told])  # of a core that the last launch did not have
+        assert run(good) == of_windows
+        records[0] = 0
+        assert kernels.faults(workspace).startswith("tail_update: state table of request 0: position ")
+        records[1, ~told] = 0
+        assert kernels.faults(workspace) == of_tails
+    finally:
+        kernels.set("faults", 1)
 
 
 def test_a_write_outside_would_be_seen(kernels: Kernels) -> None:

@@ -196,6 +196,27 @@ def test_what_is_counted_is_near_what_the_tiling_promises(kernels: Kernels, kind
     assert cycles == pytest.approx(sum(f.cycles for f in figures), rel=0.01)
 
 
+@pytest.mark.parametrize("dtype", list(Dtype))
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_tail_update_is_counted_to_do_with_full_pieces_is_what_its_tiling_promises(
+    kernels: Kernels, kind: str, dtype: Dtype
+) -> None:
+    """Requests of one page of 8 rows. A decode's piece is one row, and takes more for a row: the report counts that."""
+    launch = Launch(KINDS[kind], [8] * 64, dtype)
+    arrays = launch.arrays(kernels)
+    kernels.reset_counters()
+    kernels.tail_update(1, launch.tail, arrays)
+    counted, figures = kernels.counters(), kernels.figures(Kernel.TAIL_UPDATE, launch.tail)
+    rows = 8 * 64
+    moved = sum(counted[f"bytes.{pipe}"] for pipe in ("mte2", "mte3", "scalar")) / rows
+    assert figures.bytes <= moved <= 1.03 * figures.bytes
+    instructions = sum(n for name, n in counted.items() if name.startswith("instructions.")) / rows
+    assert instructions == pytest.approx(figures.instructions)
+    assert counted["barriers"] / rows == pytest.approx(figures.barriers)
+    repeats = ((name.partition(".")[2], n) for name, n in counted.items() if name.startswith("repeats."))
+    assert sum(n * REPEAT / RATES[operation] for operation, n in repeats) / rows == pytest.approx(figures.cycles)
+
+
 def test_a_kernel_of_another_launch_has_no_figures(kernels: Kernels) -> None:
     params = Launch(KINDS["c4"], [512], Dtype.FP32).compress
     with pytest.raises(Refused, match="kernel: found 1, which is not one of a launch with ratio 4"):

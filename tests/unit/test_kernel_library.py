@@ -76,10 +76,12 @@ def test_a_manifest_that_says_nothing_known_is_refused(tmp_path, written):
 ROOT = Path(__file__).parents[2]
 
 
-def configured(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """What CMake says in a shell where no CANN is set up."""
+def configured(folder: Path, *options: str, cann: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """What CMake says in a shell where no CANN is set up, or this one."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     environment = {name: value for name, value in os.environ.items() if name != "ASCEND_HOME_PATH"}
+    if cann is not None:
+        environment["ASCEND_HOME_PATH"] = str(cann)
     command = ["cmake", "-S", str(ROOT), "-B", str(folder), *options]
     return subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=120, env={**environment, "PATH": path}
@@ -93,6 +95,29 @@ def test_a_back_end_that_needs_cann_is_refused_without_it_with_what_to_do(tmp_pa
     assert done.returncode != 0
     assert f"KERNELS={backend} asks for CANN 8.5 or newer" in said
     assert "Source CANN's set_env.sh, or take the preset host." in said
+
+
+@pytest.mark.parametrize(
+    ("version", "taken"), [(None, False), ("8.5.0-beta.1", False), ("9.0.1", False), ("9.1.0-beta.3", True)]
+)
+def test_a_twin_of_a_cann_that_would_compile_it_for_an_npu_is_refused(tmp_path, version, taken):
+    """No compiler here: where the version does, the search for CANN's CMake package is what fails."""
+    cann = tmp_path / "cann"
+    info = cann / "share" / "info" / "asc-devkit"
+    for folder in (cann / "bin", info):
+        folder.mkdir(parents=True)
+    (cann / "bin" / "bisheng").write_text("#!/bin/sh\nexit 1\n")
+    (cann / "bin" / "bisheng").chmod(0o755)
+    if version is not None:
+        (info / "version.info").write_text(f"Version={version}\nversion_dir=cann\n")
+    done = configured(tmp_path / "build", "-DKERNELS=twin", cann=cann)
+    said = " ".join(done.stderr.split())
+    assert done.returncode != 0
+    assert ("the CPU twin asks for CANN 9.1 or newer" in said) != taken
+    assert ('package configuration file provided by "ASC"' in said) == taken
+    if not taken:
+        found = "unknown" if version is None else version.partition("-")[0]
+        assert f"version.info says {found}: an older one would build code for an NPU" in said
 
 
 def test_without_cann_the_build_takes_the_emulation_says_why_and_writes_it_beside_the_libraries(tmp_path):

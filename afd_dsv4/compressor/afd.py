@@ -13,7 +13,7 @@ of the window before are carried; nothing per token, and nobody waits. A kernel 
 bad, it leaves a record in the slot. Those of all layers gather there; they are copied to the host behind the last
 launch, one copy per area and execution, and read at a later `begin`, once the fence has passed. From the first fault on
 nothing begins any more.
-Not here: the kernels (`kernels_ascendc/compressor`), and what a forward without an execution compresses: nothing.
+Not here: the kernels (`kernels_ascendc/compressor`), and rows of a forward without an execution: it gets zeros.
 
 The product of the projection is the device's own; like the stock operator's it depends on the batch on hardware. On the
 software NPU both add in one order, so that the executors can be compared bit for bit.
@@ -341,6 +341,13 @@ class AfdRuntime(StockRuntime):
         rope_sin: torch.Tensor,  # noqa: ARG002
         cu_seqlens: torch.Tensor,
     ) -> torch.Tensor:
-        """Zeros: without an execution there is no slot to stage rows in, and nobody reads them."""
+        """Zeros: without an execution there is no slot to stage rows in, and nobody reads them.
+
+        A tile is projected all the same, into memory that is given back: what the product takes beside the slot is
+        there when vLLM measures its largest forward, and a graph's capture is not the first to ask for its shape.
+        """
         self.idle(kind, cu_seqlens.shape[0] - 1)  # refuses what the stock executor refuses
+        tile = x[: self._limit]
+        rows = x.new_empty((tile.shape[0], 2 * weights.wkv.shape[0]), dtype=torch.float32)
+        self._ops.project.default(tile, weights.wkv, weights.wgate, rows)
         return x.new_zeros((rope_cos.shape[0], weights.norm_weight.shape[0]))

@@ -277,7 +277,9 @@ def test_a_forward_without_an_execution_gets_zeros_and_changes_nothing() -> None
     counters = vars(runtime.arena.counters).copy()
     for kind in CompressorKind:
         x, cos, sin, lengths = world.arguments({"a": request}, [chunk("a", 0, 300)], kind)
-        out = runtime.compress_idle(kind, x, world.on_device[0 if kind.overlap else 1, kind], cos, sin, lengths)
+        with Queued() as seen:
+            out = runtime.compress_idle(kind, x, world.on_device[0 if kind.overlap else 1, kind], cos, sin, lengths)
+        assert [name for name in seen.names if name.startswith("afd_dsv4")] == ["afd_dsv4.project.default"]
         assert out.shape == (cos.shape[0], 128 if kind is CompressorKind.C4_INDEXER else 512)
         assert not out.cpu().any()
         assert torch.equal(runtime.pools[kind].cpu().view(torch.int32), before[kind].view(torch.int32))

@@ -36,6 +36,8 @@ bool mixed_product() {
 
 void project(const at::Tensor& x, const at::Tensor& wkv, const at::Tensor& wgate, at::Tensor& rows) {
   const int64_t half = wkv.size(0);
+  // Columns of rows: torch_npu may multiply into a contiguous temporary and copy it here. One product into whole rows
+  // would want the two weights in one piece, and the model has them apart.
   at::Tensor kv = rows.narrow(1, 0, half), score = rows.narrow(1, half, half);
   const auto type = rows.scalar_type();
   if (type != x.scalar_type() && mixed_product()) {

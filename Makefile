@@ -50,7 +50,7 @@ engine: setup ## the real vLLM and vllm-ascend on the software NPU, native again
 	@$(BIN)/python -m afd_dsv4.evidence.engine $(ARGS)
 
 docs: build/docs-env/ready ## the pages of docs/ as a site in build/site; fails at a link that leads nowhere
-	@build/docs-env/bin/mkdocs build --clean
+	@build/docs-env/bin/mkdocs build --clean # never with --quiet, which keeps warnings from being counted
 
 build/docs-env/ready: tests/environment/docs.txt
 	@$(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m venv --clear build/docs-env

@@ -11,6 +11,7 @@ import doctest
 import importlib.util
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -117,6 +118,22 @@ def test_a_broken_link_is_seen():
     text = "[a](why.md) [b](gone.md) [c](why.md#gone) [d](why.md#what-you-see) ![](pictures/lease.svg) `[e](f.md)`\n"
     found = ["gone.md", "why.md#gone", "pictures/lease.svg: no words"]
     assert docs.broken(DOCS / "index.md", text) == found
+
+
+def test_what_leads_out_of_docs_becomes_a_path_on_the_site():
+    spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "theme" / "site_hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
+
+    def shown(text):
+        return hooks.on_page_markdown(text, page=page)
+
+    assert shown("see [README.md](../README.md), please") == "see `README.md`, please"
+    assert shown("[the recipes](../recipes/README.md#x)") == "the recipes (`recipes/README.md` of the repository)"
+    # For the strict build to complain about, or to follow.
+    for kept in ("[a](../gone.md)", "[a](../../above.md)", "[a](why.md)", "![a](../README.md)", "[a](../docs/why.md)"):
+        assert shown(kept) == kept
 
 
 def test_the_site_has_every_page():

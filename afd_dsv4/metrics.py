@@ -12,7 +12,7 @@ behind the forward that is queued, a constant number of counters that arena, sto
 looked at, and those that changed are written. Gauges are `livemostrecent`: one series belongs to one worker, and where
 that was restarted the new process counts. The front end counts decisions and refusals of its own; with one API server
 these are on its page in any case.
-Without the variable a worker looks at nothing and says so, once. One that was forked from a process which loaded
+Without the variable a worker writes nothing and says so, once. One that was forked from a process which loaded
 prometheus_client without it cannot write, and says that (`vllm serve` spawns its workers). Metrics that cannot be
 written are given up with a warning; they never end a server.
 Not here: figures that the device would have to be asked for. A slot counts as sealed until somebody has seen its fence
@@ -31,11 +31,10 @@ from typing import Any, Final, Protocol
 from afd_dsv4.gate import Decision
 from afd_dsv4.geometry import CompressorKind
 from afd_dsv4.tail.rows import TailShape
-from afd_dsv4.tail.store import SeatIndex, TailFull, TailStore, TailVoid, UnknownPosition
-from afd_dsv4.workspace.arena import ArenaClosed, CaptureError, Exhausted, WorkspaceArena
-from afd_dsv4.workspace.fence import EventError
-from afd_dsv4.workspace.lease import LeaseState, OrderError
-from afd_dsv4.workspace.staging import StagingLost, StagingRing
+from afd_dsv4.tail.store import SeatIndex, TailStore
+from afd_dsv4.workspace.arena import WorkspaceArena
+from afd_dsv4.workspace.lease import LeaseState
+from afd_dsv4.workspace.staging import StagingRing
 
 _logger: Final = logging.getLogger("vllm.plugins.afd_dsv4")
 
@@ -44,18 +43,8 @@ VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 #: Keeps series of workers that were marked dead (prometheus_client.multiprocess.mark_process_dead) off the page.
 _GAUGE_MODE: Final = "livemostrecent"
 UNUSED: Final = "unused"
-#: What a forward is refused with; each ends its engine.
-FORWARD_REFUSALS: Final = (
-    ArenaClosed,
-    CaptureError,
-    EventError,
-    Exhausted,
-    OrderError,
-    StagingLost,
-    TailFull,
-    TailVoid,
-    UnknownPosition,
-)
+#: Exceptions from here are ours; each that comes out of a forward ends its engine.
+_OURS: Final = __name__.partition(".")[0] + "."
 
 
 @dataclass(frozen=True)
@@ -92,7 +81,7 @@ class Metric:
         return self.name.endswith("_total")
 
 
-#: Of one worker: rank of its engine in data parallelism, and its own in the engine.
+#: Of one worker: rank of its engine in data parallelism, and its own among all workers of the server.
 _WORKER: Final = ("engine", "rank")
 _STATES: Final = (UNUSED, *(state.value for state in LeaseState))
 _SEATS: Final = ("used", "free", "in_doubt")
@@ -139,7 +128,8 @@ HANDED_ON: Final = Metric(
     "slots_handed_on_total",
     _WORKER,
     "worker",
-    "slots taken over while their fence was pending: more executions in flight than slots",
+    "slots taken over while their fence was pending: more executions in flight than slots; or graphs that are replayed "
+    "one behind the other, which costs nothing: they share a slot and a stream",
 )
 EXHAUSTED: Final = Metric("exhausted_total", _WORKER, "worker", "executions that found no slot")
 QUARANTINED: Final = Metric(
@@ -149,7 +139,7 @@ FORWARDS_REFUSED: Final = Metric(
     "forward_refusals_total",
     (*_WORKER, "reason"),
     "worker",
-    "forwards refused, by the name of the exception (`Exhausted`, `TailFull`, ...)",
+    "forwards refused by the plugin, by the name of its exception (`Exhausted`, `TailFull`, ...); each ends its engine",
 )
 DECISIONS: Final = Metric(
     "decisions_total",
@@ -224,13 +214,45 @@ class Runtime(Protocol):
         """Seats that are not taken."""
 
 
+class Notices:
+    """Says in the log, once each, what an operator must know of with metrics or without: leases that are quarantined.
+
+    Args:
+        runtime: of the worker.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._arena = runtime.arena
+        self._said: set[int] = set()
+        self._quarantined = 0
+
+    def step(self) -> None:
+        """Look once a step; one comparison as long as there is nothing."""
+        arena = self._arena
+        if arena.counters.quarantined == self._quarantined:
+            return
+        self._quarantined = arena.counters.quarantined
+        lost = [slot for slot in arena.slots if slot.quarantined]
+        for slot in lost:
+            if slot.index not in self._said:
+                self._said.add(slot.index)
+                _logger.error(
+                    "afd-dsv4: slot %d is quarantined: nobody can prove that %r is over. Neither it nor the pages of "
+                    "its requests are used again; %d of %d slots are left. Plan a restart of this worker",
+                    slot.index,
+                    slot.quarantined,
+                    len(arena.slots) - len(lost),
+                    len(arena.slots),
+                )
+
+
 class WorkerMetrics:
     """Writes the metrics of one worker.
 
     Args:
         runtime: of the worker.
         engine: rank of its engine in data parallelism.
-        rank: of the worker in its engine.
+        rank: of the worker among those of all engines.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -278,8 +300,8 @@ class WorkerMetrics:
             self._give_up(error)
 
     def refused(self, error: BaseException) -> None:
-        """Count a forward that was refused; other exceptions are not ours to count."""
-        if self._off or not isinstance(error, FORWARD_REFUSALS):
+        """Count a forward that was refused; exceptions of others are not ours to count."""
+        if self._off or not type(error).__module__.startswith(_OURS):
             return
         try:
             self._child(FORWARDS_REFUSED, reason=type(error).__name__).inc()
@@ -342,8 +364,13 @@ class WorkerMetrics:
 _COUNTED: Final = (LEASES, UPLOADS, RECORDS, WAITS, HOST_WAITS, HANDED_ON, EXHAUSTED, QUARANTINED)
 
 
-def of_worker(runtime: Runtime, engine: int, rank: int) -> WorkerMetrics | None:
-    """Metrics of a worker, None where they are off or cannot be written; says which, once."""
+def of_worker(runtime: Runtime, which: Callable[[], tuple[int, int]]) -> WorkerMetrics | None:
+    """Metrics of a worker, None where they are off or cannot be written; says which, once.
+
+    Args:
+        runtime: of the worker.
+        which: gives the arguments `engine` and `rank`; asked here, so that what it raises costs metrics and no start.
+    """
     if not (folder := os.environ.get(VARIABLE)):
         _say(logging.INFO, f"no metrics of workers: {VARIABLE} is not set; to have them, see docs/metrics.md")
         return None
@@ -355,7 +382,7 @@ def of_worker(runtime: Runtime, engine: int, rank: int) -> WorkerMetrics | None:
                 f"prometheus_client was loaded before {VARIABLE} was set, in the process that this one was forked "
                 f"from; set VLLM_WORKER_MULTIPROC_METHOD=spawn, or set {VARIABLE} before the server starts"
             )
-        made = WorkerMetrics(runtime, engine, rank)
+        made = WorkerMetrics(runtime, *which())
     except Exception as error:
         _gave_up(error)
         return None

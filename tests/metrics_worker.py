@@ -75,7 +75,7 @@ class Runtime:
 def main(engine: int, rank: int, steps: int) -> None:
     """Take `steps` executions of a request each, all still to run on the device."""
     runtime = Runtime()
-    written = metrics.of_worker(runtime, engine, rank)
+    written = metrics.of_worker(runtime, lambda: (engine, rank))
     assert written is not None
     for step in range(steps):
         runtime.step(f"r{step}")

@@ -114,8 +114,8 @@ def test_without_the_variable_a_worker_writes_nothing_and_says_so_once(
     monkeypatch.delenv(metrics.VARIABLE, raising=False)
     metrics._say.cache_clear()
     with caplog.at_level(logging.INFO, metrics._logger.name):
-        assert metrics.of_worker(Runtime(), 0, 0) is None
-        assert metrics.of_worker(Runtime(), 0, 1) is None
+        assert metrics.of_worker(Runtime(), lambda: (0, 0)) is None
+        assert metrics.of_worker(Runtime(), lambda: (0, 1)) is None
     assert [record.getMessage() for record in caplog.records] == [
         "afd-dsv4: no metrics of workers: PROMETHEUS_MULTIPROC_DIR is not set; to have them, see docs/metrics.md"
     ]
@@ -129,7 +129,7 @@ os.environ["PROMETHEUS_MULTIPROC_DIR"] = sys.argv[1]  # as vLLM sets it, which i
 from afd_dsv4 import metrics
 from tests.metrics_worker import Runtime
 if os.fork() == 0:
-    assert metrics.of_worker(Runtime(), 0, 0) is None
+    assert metrics.of_worker(Runtime(), lambda: (0, 0)) is None
 else:
     os.wait()
 """
@@ -144,7 +144,7 @@ def test_a_worker_whose_values_would_stay_in_its_process_says_what_to_do(tmp_pat
 def test_a_folder_that_is_not_there_ends_no_worker(tmp_path: Path) -> None:
     program = (
         "from afd_dsv4 import metrics; from tests.metrics_worker import Runtime; "
-        "assert metrics.of_worker(Runtime(), 0, 0) is None"
+        "assert metrics.of_worker(Runtime(), lambda: (0, 0)) is None"
     )
     assert "metrics are given up: FileNotFoundError" in spawn(tmp_path / "absent", "-c", program).stderr
 
@@ -240,6 +240,26 @@ def test_what_a_worker_holds_is_nothing_once_it_has_ended(noted: list[Any]) -> N
     written.step()
     written.refused(Exhausted("none", fatal=True))
     assert noted == []
+
+
+def test_a_quarantined_slot_is_an_error_in_the_log_once_whatever_metrics_are(caplog: pytest.LogCaptureFixture) -> None:
+    runtime = Runtime()
+    notices = metrics.Notices(runtime)
+    lease = runtime.step("a")
+    notices.step()
+    assert caplog.records == []
+    runtime.arena.quarantine(lease, "a test says so")
+    notices.step()
+    notices.step()
+    (record,) = caplog.records
+    assert record.name.startswith("vllm.")
+    said = record.getMessage()
+    assert said.startswith("afd-dsv4: slot 0 is quarantined: nobody can prove that ")
+    assert f"; 1 of {SLOTS} slots are left." in said
+    runtime.arena.quarantine(runtime.step("b"), "again")
+    notices.step()
+    assert "slot 1 is quarantined" in caplog.records[1].getMessage()
+    assert f"; 0 of {SLOTS} slots are left." in caplog.records[1].getMessage()
 
 
 def test_other_exceptions_of_a_forward_are_not_counted(noted: list[Any]) -> None:

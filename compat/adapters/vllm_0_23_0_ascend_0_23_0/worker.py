@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Final
 
+import torch
 import torch_npu
 from vllm.logger import logger
 from vllm_ascend.worker.worker import NPUWorker
@@ -60,6 +61,7 @@ class WorkerMixin(_Native):  # type: ignore[misc]  # untyped
     patches: ClassVar[PatchSet]
     afd: ClassVar[bool] = False
     _metrics: metrics.WorkerMetrics | None = None
+    _notices: metrics.Notices | None = None
 
     def init_device(self) -> None:
         """Make the device ready, and a runner of our class."""
@@ -78,8 +80,8 @@ class WorkerMixin(_Native):  # type: ignore[misc]  # untyped
         """See the module."""
         with self._starting():
             super().load_model()
-            parallel = self.vllm_config.parallel_config
-            self._metrics = metrics.of_worker(self.model_runner.tails, parallel.data_parallel_index, self.rank)
+            self._notices = metrics.Notices(self.model_runner.tails)
+            self._metrics = metrics.of_worker(self.model_runner.tails, self._which)
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache.
@@ -116,16 +118,18 @@ class WorkerMixin(_Native):  # type: ignore[misc]  # untyped
             return super().compile_or_warm_up_model()
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step, and behind it write metrics, where there are any."""
-        if self._metrics is None:
-            return super().execute_model(*args, **kwargs)
+        """Run a step; behind it, say what happened to tails and slots: in the log, and in metrics where they are on."""
         try:
             return super().execute_model(*args, **kwargs)
         except Exception as error:
-            self._metrics.refused(error)
+            if self._metrics is not None:
+                self._metrics.refused(error)
             raise
         finally:
-            self._metrics.step()
+            if self._notices is not None:
+                self._notices.step()
+            if self._metrics is not None:
+                self._metrics.step()
 
     def shutdown(self) -> None:
         """End, and give the operator its name back."""
@@ -146,13 +150,18 @@ class WorkerMixin(_Native):  # type: ignore[misc]  # untyped
                 logger.exception("afd-dsv4: the end of a start that failed fails too")
             raise
 
+    def _which(self) -> tuple[int, int]:
+        """Rank of the engine, and of the worker among those of all engines."""
+        parallel = self.model_runner.vllm_config.parallel_config
+        return parallel.data_parallel_rank, torch.distributed.get_rank()
+
     def _close(self) -> None:
         runner = getattr(self, "model_runner", None)
         if isinstance(runner, RunnerMixin):
             runner.close_tails()
         if self._metrics is not None:
             self._metrics.close()
-            self._metrics = None  # it knows the runtime
+        self._metrics = self._notices = None  # they know the runtime
 
 
 class AfdDsv4Worker(WorkerMixin, NPUWorker):  # type: ignore[misc]  # untyped

@@ -153,7 +153,7 @@ def declared(source: str, file: str) -> list[Declared]:
 
 def patches() -> list[Declared]:
     files = sorted((ROOT / "compat").rglob("*.py"))
-    return [one for file in files for one in declared(text_of(file), file.relative_to(ROOT).as_posix())]
+    return [one for file in files for one in declared(text_of(file), file.relative_to(ROOT / "compat").as_posix())]
 
 
 def patches_table() -> str:

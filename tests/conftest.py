@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import re
 import zlib
 from collections.abc import Generator, Iterator
 from functools import cache
@@ -44,6 +45,8 @@ REQUIRE = "AFD_DSV4_REQUIRE_NPU"
 #: How the reason of a skip begins that is right on a complete machine too: a test for a real accelerator, or in a
 #: browser, or a case that does not exist here.
 EXCUSED = ("device: ", "no browser: ", "no such case: ")
+#: An object in the name of a test.
+ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 
 
 @cache
@@ -107,6 +110,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     for item in items:
+        if ADDRESS.search(item.nodeid):  # each worker would know the test by another name, and refuse to run any
+            raise pytest.UsageError(f"{item.nodeid} has an address in its name; give its parameter an id")
         for name, reason_of in REASONS.items():
             if item.get_closest_marker(name) and (reason := reason_of()):
                 if required() and name != "device":

@@ -95,3 +95,11 @@ def test_a_run_that_must_be_complete_ends_at_once_without_vllm(run, tmp_path):
     status, text = run(STACK, required=True, PYTHONPATH=str(tmp_path))
     assert status == pytest.ExitCode.USAGE_ERROR, text
     assert "AFD_DSV4_REQUIRE_NPU=1, but vllm_runtime: not installed: vllm" in text
+
+
+def test_a_test_that_every_process_would_name_otherwise_is_refused(run):
+    parameters = '@pytest.mark.parametrize("value", [object()], ids=repr)\ndef test_value(value): pass'
+    status, text = run(parameters, required=False)
+    assert status == 4, text
+    assert "has an address in its name; give its parameter an id" in text
+    assert run(parameters.replace("ids=repr", 'ids=["object"]'), required=False)[0] == 0

@@ -94,6 +94,21 @@ class _TileRows:
     carried: tuple[torch.Tensor, torch.Tensor] | None
 
 
+@dataclass(frozen=True)
+class _Ended:
+    """An execution whose kernels' records nobody has looked at.
+
+    Attributes:
+        lease: of it.
+        void: voids its requests' tails.
+        found: the records on the host, of each area, once the lease is over.
+    """
+
+    lease: Lease[Any]
+    void: Callable[[str], None]
+    found: list[torch.Tensor]
+
+
 class AfdRuntime(StockRuntime):
     """A `StockRuntime` whose launches are our own kernels.
 
@@ -164,35 +179,45 @@ class AfdRuntime(StockRuntime):
         for slot in areas:
             for area in slot.values():
                 area[:FAULT_BYTES].zero_()
-        self._found = [[torch.zeros(FAULT_BYTES, dtype=torch.uint8, pin_memory=True) for _ in sizes] for _ in areas]
-        self._unseen: dict[int, list[tuple[Lease[Any], Callable[[str], None]]]] = {}  # by slot: ended since a look
+        self._found = [
+            [[torch.zeros(FAULT_BYTES, dtype=torch.uint8, pin_memory=True) for _ in sizes] for _ in range(2)]
+            for _ in areas
+        ]
+        self._unseen: list[list[_Ended]] = [[] for _ in areas]
         self._bad: str | None = None
         return areas
 
     def allocated(self) -> AllocatedBytes:
         """See `StockRuntime.allocated`."""
         known = super().allocated()
-        return replace(known, host=known.host + sum(found.nbytes for slot in self._found for found in slot))
+        return replace(
+            known, host=known.host + sum(found.nbytes for slot in self._found for turn in slot for found in turn)
+        )
 
     def _end(self, lease: Lease[Any], void: Callable[[str], None]) -> None:
         if lease.captured:  # nothing has run
             return
         slot = lease.slot.index
         lease.touch(self.device.current_stream(), reads=[_named_area(kinds) for kinds in self.areas[slot]])
-        for found, area in zip(self._found[slot], self.areas[slot].values(), strict=True):
+        self._found[slot].reverse()  # the two take turns
+        for found, area in zip(self._found[slot][0], self.areas[slot].values(), strict=True):
             found.copy_(area[:FAULT_BYTES], non_blocking=True)
-        self._unseen.setdefault(slot, []).append((lease, void))
+        self._unseen[slot].append(_Ended(lease, void, self._found[slot][0]))
 
     def _look(self) -> None:
-        for slot, ended in [*self._unseen.items()]:
-            if not ended[-1][0].over():  # its copy may be under way, and has all that those before it found
+        for unseen in self._unseen:
+            # A copy has all that those before it have. With graphs the last one may always be under way: all replays
+            # have one slot, and under asynchronous scheduling a step begins before the last one is over.
+            ready = [count for count in (len(unseen), len(unseen) - 1) if count > 0 and unseen[count - 1].lease.over()]
+            if not ready:
                 continue
-            del self._unseen[slot]
-            if text := next(filter(None, map(self._ops.faults, self._found[slot])), None):
-                executions = ", ".join(str(lease.execution) for lease, _ in ended)
+            seen = unseen[: ready[0]]
+            del unseen[: ready[0]]
+            if text := next(filter(None, map(self._ops.faults, seen[-1].found)), None):
+                executions = ", ".join(str(ended.lease.execution) for ended in seen)
                 self._bad = f"{executions}: kernels found bad tables on the device: {text}"
-                for _, void in ended:
-                    void(self._bad)
+                for ended in seen:
+                    ended.void(self._bad)
                 break
         if self._bad is not None:
             raise BadTables(

@@ -161,7 +161,7 @@ def size_workspace(
             tile_tokens=tile_tokens,
             drafts=drafts,
         )
-        rows, found = sum(areas.values()), len(areas) * FAULT_BYTES
+        rows, found = sum(areas.values()), 2 * len(areas) * FAULT_BYTES
     for ratio, shape in tail_shapes(geometry, layout, drafts).items():
         for kind in CompressorKind:
             if kind.ratio != ratio or not geometry.layers_of(kind):

@@ -24,7 +24,7 @@ from afd_dsv4.compressor import afd, tails
 from afd_dsv4.compressor.afd import AfdRuntime, BadTables
 from afd_dsv4.compressor.kernels import Kernels
 from afd_dsv4.compressor.library import KERNELS, Library
-from afd_dsv4.compressor.stock import StockRuntime
+from afd_dsv4.compressor.stock import StockExecution, StockRuntime
 from afd_dsv4.execution.boundary import Boundary, BoundaryViolation
 from afd_dsv4.geometry import CompressorKind, ModelGeometry
 from afd_dsv4.softnpu import runtime as softnpu
@@ -191,13 +191,18 @@ def as_on_a_device() -> Iterator[None]:
         kernels.set("faults", 1)
 
 
-def forward_with_a_bad_page(world: World, requests: dict[str, Request], chunks: list[RequestChunk], ratio: int) -> None:
-    """A forward in which the pages that one ratio has in its last layer are overwritten before the launches."""
-    execution = world.runtime.begin(chunks)
-    part = world.runtime.lists[execution.lease.slot.index].parts[ratio]
-    places = execution.lists[ratio].columns.size
-    layers = world.runtime.shapes[ratio].layers
+def overwrite_pages(runtime: StockRuntime, execution: StockExecution, ratio: int) -> None:
+    """Name pages that are not there for one ratio in its last layer, before the launches."""
+    assert execution.lease is not None
+    part = runtime.lists[execution.lease.slot.index].parts[ratio]
+    places, layers = execution.lists[ratio].columns.size, runtime.shapes[ratio].layers
     part.ids[(layers - 1) * places : layers * places] = 10**6
+
+
+def forward_with_a_bad_page(world: World, requests: dict[str, Request], chunks: list[RequestChunk], ratio: int) -> None:
+    """A forward whose pages are overwritten."""
+    execution = world.runtime.begin(chunks)
+    overwrite_pages(world.runtime, execution, ratio)
     for compressor in world.geometry.compressors:
         world.step(execution, requests, chunks, compressor, world.streams[0])
     execution.finish()
@@ -224,6 +229,38 @@ def test_a_bad_table_is_told_by_name_at_a_later_begin_and_its_tails_are_void(rat
         with pytest.raises(TailVoid, match=told):
             runtime.store.refuse_void([chunk("a", 300, 301)])
         runtime.store.refuse_void([chunk("b", 7, 8)])  # not of that execution
+
+
+def test_a_bad_table_is_told_also_where_a_slot_is_never_idle_and_nothing_gathers_on_the_host() -> None:
+    """As replays under asynchronous scheduling: one slot, and each step begins before the last one is over."""
+    world = World(13, cls=runtime_class(128), slots=1)
+    runtime, requests = world.runtime, {"a": world.request()}
+
+    def queue(step: int) -> None:
+        stream, other = world.streams[step % 2], world.streams[1 - step % 2]
+        chunks = [chunk("a", 4 * step, 4 * step + 4)]
+        softnpu.hang_stream(stream)
+        with torch.npu.stream(stream):
+            execution = runtime.begin(chunks)
+            if step == 4:
+                overwrite_pages(runtime, execution, 4)
+        for compressor in world.geometry.compressors:
+            world.step(execution, requests, chunks, compressor, stream)
+        with torch.npu.stream(stream):
+            execution.finish()
+        softnpu.release_stream(other)
+        other.synchronize()  # all but this step is over
+        assert sum(map(len, runtime._unseen)) <= 2
+
+    with as_on_a_device():
+        try:
+            for step in range(6):
+                queue(step)
+            with pytest.raises(BadTables, match="in page 1000000, "):  # the first step that can know of the fifth
+                queue(6)
+        finally:
+            for stream in world.streams:
+                softnpu.release_stream(stream)
 
 
 def test_a_bad_table_of_the_last_forward_is_in_the_log_when_the_runtime_is_closed(caplog: Any) -> None:
@@ -352,7 +389,7 @@ def test_staging_rows_are_counted_as_they_are_planned_and_a_runtime_with_other_m
 
     stock, ours = (World(7, cls=cls).runtime.allocated() for cls in (StockRuntime, runtime_class(128)))
     found = 2 * 2 * 8192  # of both areas of both slots
-    assert replace(ours, rows=0, host=ours.host - found) == stock
+    assert replace(ours, rows=0, host=ours.host - 2 * found) == stock
     rows = 2 * (132 * (8192 + 2048)) + found
     assert (ours.rows, ours.device - stock.device) == (rows, rows)
     with pytest.raises(RuntimeError, match=r"allocated .*rows=4104192.* plans .*rows=2736128"):

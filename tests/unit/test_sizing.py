@@ -55,8 +55,8 @@ def test_the_stock_executor_has_no_staging_rows_and_the_afd_executor_adds_them_a
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 32768, "slots": 3}
     stock, afd = (size_workspace(FLASH, LAYOUT, **limits, tile_tokens=tile) for tile in (None, 2048))
     assert stock.rows_bytes == 0
-    # On the host, what kernels found in both areas of each slot.
-    assert replace(afd, rows_bytes=0, host_bytes=afd.host_bytes - 3 * 2 * 8192) == stock
+    # On the host, twice what kernels found in both areas of each slot.
+    assert replace(afd, rows_bytes=0, host_bytes=afd.host_bytes - 3 * 2 * 2 * 8192) == stock
     assert afd.device_bytes - stock.device_bytes == afd.rows_bytes == 3 * (afd.slot_bytes - stock.slot_bytes) > 0
 
 

@@ -60,12 +60,12 @@ def test_plan_reports_the_sizes_of_the_sizing_function_for_the_given_options(cap
 def test_plan_counts_the_staging_rows_of_the_afd_executor_in_its_slots(capsys):
     stock = plan_json(capsys)["plugin"]
     ours = plan_json(capsys, executor="afd")["plugin"]
-    rows = (2048 + 4) * 10240 + 8192  # of both C4 compressors, and what their kernels leave behind them
+    rows = (2048 + 4) * 10240 + 2 * 8192  # of both C4 compressors, and what their kernels leave in front of them
     assert (stock["executor"], ours["executor"]) == ("stock", "afd")
     assert ours["slot_bytes"] - stock["slot_bytes"] == rows
     assert ours["reserved_bytes"] - stock["reserved_bytes"] == 2 * rows
     whole = plan_json(capsys, executor="afd", tile_tokens="65536")["plugin"]
-    assert whole["slot_bytes"] - stock["slot_bytes"] == 65536 * 10240 + 8192
+    assert whole["slot_bytes"] - stock["slot_bytes"] == 65536 * 10240 + 2 * 8192
     assert main(arguments(tile_tokens="127")) == 2
     assert "127 is not between 128" in capsys.readouterr().err
 

@@ -368,7 +368,7 @@ def test_the_afd_executor_takes_its_staging_rows_and_is_named_with_its_back_end(
     decision = decide(OURS, replace(PLAIN, kernels=EMULATED))
     assert decision.settings == replace(OURS, drafts=0)
     assert decision.sizes is not None
-    assert decision.sizes.rows_bytes == 2 * ((4096 + 4) * 10240 + 8192)
+    assert decision.sizes.rows_bytes == 2 * ((4096 + 4) * 10240 + 2 * 8192)
     assert "(colocated was asked for, with kernels of the back end 'emulation'), executor 'afd', 2" in decision.line()
 
 

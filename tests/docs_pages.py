@@ -81,10 +81,12 @@ def anchors(text: str) -> set[str]:
 
 
 def broken(page: Path, text: str) -> list[str]:
-    """Links that lead nowhere, and pictures without words."""
+    """Links that lead nowhere, and pictures without words or from elsewhere."""
     found = []
     for picture, words, target in LINK.findall(plain(text)):
         if target.startswith(("http://", "https://")):
+            if picture:
+                found.append(f"{target}: a picture from elsewhere")
             continue
         name, _, anchor = target.partition("#")
         path = (page.parent / name) if name else page

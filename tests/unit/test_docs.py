@@ -116,7 +116,9 @@ def test_links_lead_somewhere_and_pictures_have_words(page):
 def test_a_broken_link_is_seen():
     """Negative control of the test above."""
     text = "[a](why.md) [b](gone.md) [c](why.md#gone) [d](why.md#what-you-see) ![](pictures/lease.svg) `[e](f.md)`\n"
+    text += "![e](https://example.org/e.png)\n"
     found = ["gone.md", "why.md#gone", "pictures/lease.svg: no words"]
+    found.append("https://example.org/e.png: a picture from elsewhere")
     assert docs.broken(DOCS / "index.md", text) == found
 
 
@@ -139,6 +141,11 @@ def test_what_leads_out_of_docs_becomes_a_path_on_the_site():
 def test_the_site_has_every_page():
     listed = re.findall(r": ([\w-]+\.md)$", docs.text_of(ROOT / "mkdocs.yml"), re.MULTILINE)
     assert sorted(listed) == sorted(page.name for page in PAGES)
+
+
+def test_the_theme_needs_no_network_and_runs_nothing():
+    text = docs.text_of(DOCS / "theme" / "main.html") + docs.text_of(DOCS / "theme" / "site.css")
+    assert not re.search(r"<script|https?:|@import|url\(|\bon\w+=", text)
 
 
 def test_pictures_need_no_network_and_say_what_they_show():

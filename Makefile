@@ -14,7 +14,7 @@ JOBS ?= 2
 # Tests and benchmarks run on the software NPU; a real one is what `make demo` takes where there is one.
 ON_SOFTNPU = $(BIN)/python -m afd_dsv4.softnpu --
 KERNEL_TESTS = $(wildcard tests/ascendc tests/unit/test_kernel*.py tests/property/test_kernel*.py \
-	tests/property/test_tiles.py tests/integration/test_afd_operators.py tests/integration/test_afd_runtime.py)
+	tests/property/test_tiles.py tests/integration/test_executor_operators.py tests/integration/test_executor_runtime.py)
 NATIVE_SOURCES = $(shell git ls-files '*.c' '*.cc' '*.cpp' '*.h' '*.hpp')
 
 help: ## this list

@@ -101,5 +101,5 @@ def test_a_forward_without_requests_has_all_its_traffic_and_no_workspace_slot() 
 
 def test_an_item_of_a_profile_run_that_is_not_received_is_found() -> None:
     """Negative control: the run holds nothing, and its traffic is followed all the same."""
-    with pytest.raises(CamError, match="stage 1 .* sends layer 0 before stage 0 has received that of layer 0"):
+    with pytest.raises(CamError, match=r"stage 1 .* sends layer 0 before stage 0 has received that of layer 0"):
         profile(CamForward(ModelRuntime(1, layers=LAYERS), [(), ()]), receive=False)

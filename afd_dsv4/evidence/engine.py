@@ -50,8 +50,8 @@ FEW_BLOCKS = 2_000
 #: Just enough for native to start: a few other requests, and the prompt waits.
 ENOUGH_BLOCKS = 6_000
 OTHERS = 8
-#: The same in small, for `make demo`: tokens, blocks, others.
-DEMO = (4096, 765, 3)
+#: The same in small, for `make demo`: tokens, blocks, others; the second where the demo's own batch is smaller still.
+DEMOS = ((4096, 765, 3), (1024, 210, 3))
 #: One block id over all layers: one page of an indexer, one of an attention cache (block size 128).
 BLOCK_BYTES = 16_640 + 131_072
 LONG_HBM = {"SOFTNPU_HBM_MB": "8192"}

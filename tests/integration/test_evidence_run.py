@@ -56,6 +56,7 @@ def test_the_run_passes_writes_its_file_and_claims_nothing_about_a_device(tmp_pa
     assert total["compressed"]["value"] > 6 * 1024 // 4 * 21  # six cuts, a C4 row for every four tokens of 21 layers
     assert total["compressed_different"]["value"] == total["tail_different"]["value"] == 0
     served = found["admission"]["engine"]
+    assert served["prompt"] == 1024
     assert served["steps_waited"]["native"]["value"] > 0 == served["steps_waited"]["plugin"]["value"]
     assert served["tokens"]["value"] > 4
     assert served["tokens_that_differ"]["value"] == 0

@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from afd_dsv4.compressor.stock import StockExecution, StockRuntime, call_operator
+from afd_dsv4.compressor.afd import AfdRuntime
+from afd_dsv4.compressor.stock import StockExecution, StockRuntime
 from afd_dsv4.evidence.soak_load import Clock
 from afd_dsv4.execution import boundary
 from afd_dsv4.execution.cam import CamForward
@@ -52,7 +53,7 @@ PARENT_ALIGN = 4  # rows of a batch are padded to this
 
 
 class PlantedRuntime(StockRuntime):
-    """A runtime whose begins and uploads pass points."""
+    """A runtime whose begins, uploads and launches pass points."""
 
     planter: Planter
 
@@ -64,6 +65,17 @@ class PlantedRuntime(StockRuntime):
         self.planter.at("before upload")
         super()._upload(*arguments)
         self.planter.at("behind upload")
+
+    def _launch(self, *arguments: Any) -> torch.Tensor:
+        self.planter.at("in launch")
+        return super()._launch(*arguments)
+
+
+class PlantedAfdRuntime(PlantedRuntime, AfdRuntime):
+    """The same of our own kernels."""
+
+
+EXECUTORS: dict[str, type[PlantedRuntime]] = {"stock": PlantedRuntime, "afd": PlantedAfdRuntime}
 
 
 @dataclass(eq=False)
@@ -191,6 +203,7 @@ class Rank:
         mode: how Attention and FFN are coupled.
         split: of CAM: "token" or "request".
         sequence_parallel: of CAM: stages are padded, as under sequence parallelism.
+        executor: which of `EXECUTORS`.
         ordered: False queues no wait: a control.
         slots: None for as many as there are uBatches.
         protocol_: None for the double.
@@ -204,6 +217,7 @@ class Rank:
         *,
         split: str = "token",
         sequence_parallel: bool = False,
+        executor: str = "stock",
         ordered: bool = True,
         slots: int | None = None,
         protocol_: SimpleNamespace | None = None,
@@ -221,7 +235,7 @@ class Rank:
         self.trace = Trace(None)
         self.truth = truth(0, routed=mode is Mode.CAM)
         self.slots = slots or (1 if mode is Mode.SYNC else 2)
-        self.runtime = PlantedRuntime(
+        self.runtime = EXECUTORS[executor](
             GEOMETRY,
             LAYOUT,
             max_num_seqs=SEATS,
@@ -232,7 +246,6 @@ class Rank:
             clock=self.clock,
             trace=self.trace,
             ordered=ordered,
-            operator=self._operate,
         )
         self.runtime.planter = self.planter
         watch_lock(self.runtime.arena)
@@ -311,10 +324,6 @@ class Rank:
             return hidden, keywords
         found: tuple[torch.Tensor, dict[str, Any]] = self.tampering(hidden, keywords)
         return found
-
-    def _operate(self, *arguments: Any) -> torch.Tensor:
-        self.planter.at("in launch")
-        return call_operator(*arguments)
 
     # Requests
 

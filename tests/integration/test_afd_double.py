@@ -74,10 +74,13 @@ def ended(rank: Rank) -> None:
     ],
 )
 @pytest.mark.parametrize("apart", ["", "uBatch 0"])
-def test_rows_and_hidden_states_are_those_of_the_batch_that_was_not_cut(mode: Mode, how: Any, apart: str) -> None:
+@pytest.mark.parametrize("executor", ["stock", "afd"])
+def test_rows_and_hidden_states_are_those_of_the_batch_that_was_not_cut(
+    executor: str, mode: Mode, how: Any, apart: str
+) -> None:
     softnpu.set_schedule(7, 400, starve=True)
     rng = random.Random(3)
-    rank = Rank(mode, **how)
+    rank = Rank(mode, executor=executor, **how)
     if apart:  # a uBatch on a stream of its own needs the edge to the other one
         rank.model.auxiliary = rank.auxiliary, APART[apart]
     for _ in range(12):

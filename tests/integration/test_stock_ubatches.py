@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
-"""uBatches and stages on the stock executor: each launch finds its execution, and each execution its end.
+"""uBatches and stages on both executors: each launch finds its execution, and each execution its end.
 
 Threads take turns as vllm-ascend's and afd-plugin's threads of uBatches do: one runs at a time, each turn is handed
 over, which uBatch is running is a field of the process, and nobody hears of what a thread raises. The operator is
-called by its name, as the attention calls it, with the stand-ins of the adapter.
+called by its name, as the attention calls it, with the stand-ins of the adapter. Rows are those of the definition,
+whichever executor launches; the afd executor cuts its larger launches into tiles.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from afd_dsv4.compat.adapters.vllm_0_23_0_ascend_0_23_0.launches import Launches
 from afd_dsv4.compat.contract import Verdict
 from afd_dsv4.compat.patch import DriftError
 from afd_dsv4.compressor import stock
+from afd_dsv4.compressor.afd import AfdRuntime
 from afd_dsv4.compressor.stock import StockExecution, StockRuntime, call_operator
 from afd_dsv4.execution.cam import CamForward
 from afd_dsv4.execution.forward import BrokenOff, Forward
@@ -42,6 +45,9 @@ from tests.stock_world import HIDDEN, LAYERS, Request, World, small_hidden_size
 __all__ = ["small_hidden_size"]  # a fixture
 
 pytestmark = pytest.mark.npu
+
+EXECUTORS = {"stock": StockRuntime, "afd": partial(AfdRuntime, tile_tokens=128)}
+on_both = pytest.mark.parametrize("executor", EXECUTORS)
 
 VERDICT = Verdict(True, (), "made-up", frozenset(patch.recorded_as for patch in adapter._OPERATOR.patches))
 
@@ -62,15 +68,20 @@ class Failure(Exception):
 class Engine:
     """A world whose launches go by the operator's name.
 
+    Args:
+        seed, limits: of the world.
+        names: of its requests.
+        executor: which of `EXECUTORS`.
+
     Attributes:
         running: index of the uBatch that runs: what the adapter reads in the forward context.
     """
 
-    def __init__(self, seed: int = 0, names: str = "abc", **limits: Any) -> None:
+    def __init__(self, seed: int = 0, names: str = "abc", executor: str = "stock", **limits: Any) -> None:
         self.compressors = LAYERS.compressors
         places = [(compressor.layer, compressor.kind) for compressor in self.compressors]
         self.launches = Launches(torch.ops._C_ascend.compressor, places, torch.device("npu"))
-        self.world = World(seed, operator=self.launches.queue, **limits)
+        self.world = World(seed, cls=EXECUTORS[executor], operator=self.launches.queue, **limits)
         self.runtime = self.world.runtime
         self.requests: dict[str, Request] = {name: self.world.request() for name in names}
         self.running = 0
@@ -184,9 +195,9 @@ def dbo(engine: Engine, split: Sequence[Sequence[RequestChunk]], decodes: Sequen
         return Threads(engine, forward, split, decodes, **how)
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    with bound(Engine()) as engine:
+@pytest.fixture(params=EXECUTORS)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with bound(Engine(executor=request.param)) as engine:
         yield engine
 
 
@@ -211,18 +222,20 @@ def test_launches_of_two_threads_find_the_execution_of_their_ubatch(engine: Engi
     assert engine.world.compared > 0
 
 
-def test_three_ubatches_may_share_one_request() -> None:
+@on_both
+def test_three_ubatches_may_share_one_request(executor: str) -> None:
     softnpu.set_schedule(5, 200)
-    with bound(Engine(slots=3)) as engine:
+    with bound(Engine(executor=executor, slots=3)) as engine:
         streams = [*engine.world.streams, torch.npu.Stream()]
         dbo(engine, parts(engine.chunks(a=7, b=300), [100, 100, 107]), [1, 0, 0], streams=streams)
         engine.check()
         engine.free()
 
 
-def test_a_cut_request_whose_launches_do_not_wait_for_the_ubatch_before_is_wrong() -> None:
+@on_both
+def test_a_cut_request_whose_launches_do_not_wait_for_the_ubatch_before_is_wrong(executor: str) -> None:
     """Negative control: without the edge between uBatches the rows differ, and the order checker says so."""
-    engine = Engine(ordered=False)
+    engine = Engine(executor=executor, ordered=False)
     first, second = engine.world.streams
     split = parts(engine.chunks(a=300), [150, 150])
     softnpu.hang_stream(first)

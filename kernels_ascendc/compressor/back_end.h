@@ -34,8 +34,9 @@ struct Launch {
   Pages pages;
 };
 
-// Queues a launch on the current stream of the device, behind all that torch_npu has queued there (torch_binding.cpp).
-void queue(c10::DeviceIndex device, const Launch& launch);
+// Queues a launch on the current stream of the device, behind all that torch_npu has queued there (torch_binding.cpp);
+// the device need not be the current one.
+void queue(const at::Device& device, const Launch& launch);
 
 // How a launch goes to a stream, for `queue`: what does it once torch_npu's own queue has come to it.
 std::function<int()> submission(void* stream, const Launch& launch);

@@ -11,6 +11,7 @@
 // What differs between an NPU and the software NPU is in back_end.h.
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 #include <torch_npu/csrc/core/npu/NPUStream.h>
 #include <torch_npu/csrc/framework/OpCommand.h>
@@ -24,9 +25,10 @@
 
 namespace afd_dsv4 {
 
-void queue(c10::DeviceIndex device, const Launch& launch) {
+void queue(const at::Device& device, const Launch& launch) {
+  const c10::DeviceGuard guard(device);  // OpCommand takes the current device's queue, whatever stream the handler has
   // Not stream(): that waits for the queue. What the handler is given has its place in it.
-  void* stream = c10_npu::getCurrentNPUStream(device).stream(false);
+  void* stream = c10_npu::getCurrentNPUStream(device.index()).stream(false);
   at_npu::native::OpCommand command;
   command.Name(launch.name);
   command.SetCustomHandler(submission(stream, launch));
@@ -177,19 +179,19 @@ void compress(const Tensor& rows, const Tensor& pool, const Tensor& ape, const T
     return afd_dsv4_launch_compress(blocks, stream, &params, rows, pool, ape, norm, cos, sin, cu, starts, table, out,
                                     workspace);
   };
-  queue(rows.device().index(), {"afd_dsv4::compress",
-                                run,
-                                {{rows.narrow(0, 0, carry + tokens), false},
-                                 {ape, false},
-                                 {norm_weight, false},
-                                 {cos, false},
-                                 {sin, false},
-                                 {cu_seqlens, false},
-                                 {starts, false},
-                                 {table, false},
-                                 {out, true},
-                                 {workspace, true}},
-                                pages_of(c, false, 0)});
+  queue(rows.device(), {"afd_dsv4::compress",
+                        run,
+                        {{rows.narrow(0, 0, carry + tokens), false},
+                         {ape, false},
+                         {norm_weight, false},
+                         {cos, false},
+                         {sin, false},
+                         {cu_seqlens, false},
+                         {starts, false},
+                         {table, false},
+                         {out, true},
+                         {workspace, true}},
+                        pages_of(c, false, 0)});
 }
 
 void compress_meta(const Tensor& rows, const Tensor& pool, const Tensor& ape, const Tensor& norm_weight,
@@ -227,15 +229,15 @@ void tail_update(const Tensor& rows, Tensor& pool, const Tensor& ape, const Tens
                     pool = pool.data_ptr(), workspace = workspace.data_ptr()](void* stream) {
     return afd_dsv4_launch_tail_update(blocks, stream, &params, rows, ape, cu, starts, table, pool, workspace);
   };
-  queue(rows.device().index(), {"afd_dsv4::tail_update",
-                                run,
-                                {{rows.narrow(0, 0, carry + tokens), false},
-                                 {ape, false},
-                                 {cu_seqlens, false},
-                                 {starts, false},
-                                 {table, false},
-                                 {workspace, true}},
-                                pages_of(c, true, list_ids)});
+  queue(rows.device(), {"afd_dsv4::tail_update",
+                        run,
+                        {{rows.narrow(0, 0, carry + tokens), false},
+                         {ape, false},
+                         {cu_seqlens, false},
+                         {starts, false},
+                         {table, false},
+                         {workspace, true}},
+                        pages_of(c, true, list_ids)});
 }
 
 void tail_update_meta(const Tensor& rows, Tensor& pool, const Tensor& ape, const Tensor& cu_seqlens,
@@ -264,6 +266,7 @@ void check_project(const Tensor& x, const Tensor& wkv, const Tensor& wgate, cons
 
 void project_checked(const Tensor& x, const Tensor& wkv, const Tensor& wgate, Tensor& rows) {
   check_project(x, wkv, wgate, rows);
+  const c10::OptionalDeviceGuard guard(x.device());
   if (x.size(0) > 0) project(x, wkv, wgate, rows);
 }
 

@@ -112,8 +112,7 @@ void project(const at::Tensor& x, const at::Tensor& wkv, const at::Tensor& wgate
     });
     return 0;
   };
-  queue(x.device().index(),
-        {"afd_dsv4::project", run, {{x, false}, {wkv, false}, {wgate, false}, {rows, true}}, Pages{}});
+  queue(x.device(), {"afd_dsv4::project", run, {{x, false}, {wkv, false}, {wgate, false}, {rows, true}}, Pages{}});
 }
 
 int64_t vector_cores(c10::DeviceIndex) { return kCores; }

@@ -7,7 +7,8 @@ without a word and computes nothing, or everything wrong.
 Way: the build writes beside the libraries for what it made them. They are looked for in one folder, by this order: the
 variable `AFD_DSV4_KERNELS`; on the software NPU the folder of its own libraries; the package's folder `lib`, where
 `cmake --install` puts them, of a checkout by itself, of another installation with `--prefix`. What is found must be for
-this machine: kernels compiled for hardware do not run on the software NPU, and the emulation of them not on hardware.
+this machine: kernels compiled for hardware do not run on the software NPU, the emulation of them not on hardware, and
+those of another architecture of NPU not on this one.
 Not here: loading (`afd.py`, `kernels.py`). It imports neither torch nor vLLM.
 """
 
@@ -30,6 +31,9 @@ MANIFEST: Final = "afd_dsv4_kernels.json"
 #: Back ends of the kernels: compiled for hardware, CANN's CPU twin of them, and the project's emulation.
 HARDWARE: Final = "ascendc"
 HOST: Final = ("emulation", "twin")
+
+#: Of Atlas A2 and A3, the only devices that the gate takes (`gate.py:DEVICES`).
+ARCHITECTURE: Final = "dav-2201"
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ def find(environment: Mapping[str, str]) -> Library:
         if emulated:
             remedy = "run `make setup`, which builds their emulation beside the software NPU"
         raise InputError("kernels of the afd executor", f"{folder} has no {', '.join(missing)}", remedy)
-    found = Library(folder, _backend(folder / MANIFEST))
+    backend, architecture = _made_for(folder / MANIFEST)
+    found = Library(folder, backend)
     if found.on_hardware is bool(emulated):
         asked = "the software NPU, which runs their emulation" if emulated else "an NPU"
         raise InputError(
@@ -89,12 +94,20 @@ def find(environment: Mapping[str, str]) -> Library:
             f"those in {folder} are of the back end {found.backend!r}, and this process is on {asked}",
             f"leave {VARIABLE} unset" if emulated else f"build them with CANN, or name others in {VARIABLE}",
         )
+    if found.on_hardware and architecture != ARCHITECTURE:
+        raise InputError(
+            "kernels of the afd executor",
+            f"those in {folder} were compiled for the architecture {architecture!r}; A2 and A3 are {ARCHITECTURE}",
+            f"build them with CMAKE_ASC_ARCHITECTURES={ARCHITECTURE}, or name others in {VARIABLE}",
+        )
     return found
 
 
-def _backend(path: Path) -> str:
+def _made_for(path: Path) -> tuple[str, object]:
+    """Back end and architecture."""
     try:
-        backend = json.loads(path.read_text(encoding="utf-8"))["backend"]
+        written = json.loads(path.read_text(encoding="utf-8"))
+        backend, architecture = written["backend"], written["architecture"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             "kernels of the afd executor", f"{path} cannot be read ({error!r})", "build them anew"
@@ -102,4 +115,4 @@ def _backend(path: Path) -> str:
     if backend not in (HARDWARE, *HOST):
         known = ", ".join((HARDWARE, *HOST))
         raise InputError("kernels of the afd executor", f"{path} names the back end {backend!r}", f"known are {known}")
-    return str(backend)
+    return str(backend), architecture

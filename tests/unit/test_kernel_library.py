@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 import afd_dsv4
-from afd_dsv4.compressor.library import KERNELS, MANIFEST, OPERATORS, find
+from afd_dsv4.compressor.library import ARCHITECTURE, KERNELS, MANIFEST, OPERATORS, find
 from afd_dsv4.geometry import InputError
 
 
-def folder_of(path: Path, backend: object) -> Path:
+def folder_of(path: Path, backend: object, architecture: object = "dav-2201") -> Path:
     path.mkdir()
     for name in (KERNELS, OPERATORS):
         (path / name).touch()
-    (path / MANIFEST).write_text(json.dumps({"backend": backend}))
+    (path / MANIFEST).write_text(json.dumps({"backend": backend, "architecture": architecture}))
     return path
 
 
@@ -66,7 +66,28 @@ def test_an_emulation_is_refused_on_hardware_and_hardware_on_the_software_npu(tm
     assert "back end 'ascendc', and this process is on the software NPU" in text
 
 
-@pytest.mark.parametrize("written", ["", "[]", "{}", '{"backend": "cuda"}', '{"backend": ["twin"]}'])
+@pytest.mark.parametrize("architecture", ["dav-3510", "dav-2002", "", None])
+def test_kernels_for_another_architecture_are_refused_on_hardware(tmp_path, architecture):
+    text = refused({"AFD_DSV4_KERNELS": str(folder_of(tmp_path / "a", "ascendc", architecture))})
+    assert f"compiled for the architecture {architecture!r}; A2 and A3 are dav-2201" in text
+    assert "CMAKE_ASC_ARCHITECTURES=dav-2201" in text
+
+
+def test_the_architecture_that_is_taken_is_the_one_that_the_build_compiles_for():
+    assert f'set(CMAKE_ASC_ARCHITECTURES "{ARCHITECTURE}" CACHE' in (ROOT / "CMakeLists.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"backend": "twin"}',
+        '{"backend": "cuda", "architecture": "host"}',
+        '{"backend": ["twin"], "architecture": "host"}',
+    ],
+)
 def test_a_manifest_that_says_nothing_known_is_refused(tmp_path, written):
     folder = folder_of(tmp_path / "a", "twin")
     (folder / MANIFEST).write_text(written)

@@ -33,7 +33,7 @@ import torch
 
 from afd_dsv4.compressor.executor import CompressorWeights
 from afd_dsv4.compressor.library import Library, find
-from afd_dsv4.compressor.stock import AllocatedBytes, StockRuntime, _Split
+from afd_dsv4.compressor.stock import AllocatedBytes, Split, StockRuntime
 from afd_dsv4.compressor.tiles import Tile, cut_into_tiles
 from afd_dsv4.config import DEFAULT_TILE_TOKENS
 from afd_dsv4.geometry import FP32_BYTES, CompressorKind
@@ -271,7 +271,7 @@ class AfdRuntime(StockRuntime):
     def _launch(
         self,
         lease: Lease[Any],
-        split: _Split,
+        split: Split,
         x: torch.Tensor,
         weights: CompressorWeights,
         kind: CompressorKind,
@@ -286,6 +286,8 @@ class AfdRuntime(StockRuntime):
         if rope_cos.shape[1] != weights.rope_head_dim:
             raise RuntimeError(f"{rope_cos.shape[1]} angles a window, and weights that turn {weights.rope_head_dim}")
         workspace, tiles = split.tiles.get(kind) or self._plan_tiles(lease, split, kind)
+        # Copies for one launch: vllm-ascend gathers angles for each anew, in the model's type (attention/dsa_v1.py:
+        # _compute_compressor_metadata), and which of them are alike cannot be told from the tensors.
         cos, sin = rope_cos.float(), rope_sin.float()
         out = x.new_empty((rope_cos.shape[0], weights.norm_weight.shape[0]))
         for planned in tiles:
@@ -336,7 +338,7 @@ class AfdRuntime(StockRuntime):
         return out
 
     def _plan_tiles(
-        self, lease: Lease[Any], split: _Split, kind: CompressorKind
+        self, lease: Lease[Any], split: Split, kind: CompressorKind
     ) -> tuple[torch.Tensor, list[_TileRows]]:
         """The tiles of the launches of some requests in a slot: once, since all layers have the same."""
         if lease.captured:  # what will be replayed has other chunks
@@ -363,16 +365,18 @@ class AfdRuntime(StockRuntime):
         x: torch.Tensor,
         weights: CompressorWeights,
         rope_cos: torch.Tensor,
-        rope_sin: torch.Tensor,  # noqa: ARG002
+        rope_sin: torch.Tensor,
         cu_seqlens: torch.Tensor,
     ) -> torch.Tensor:
         """Zeros: without an execution there is no slot to stage rows in, and nobody reads them.
 
-        A tile is projected all the same, into memory that is given back: what the product takes beside the slot is
-        there when vLLM measures its largest forward, and a graph's capture is not the first to ask for its shape.
+        A tile is projected all the same, into memory that is given back, beside angles as a launch has them: what is
+        taken beside the slot is there when vLLM measures its largest forward, and a graph's capture is not the first to
+        ask for its shape.
         """
         self.idle(kind, cu_seqlens.shape[0] - 1)  # refuses what the stock executor refuses
+        angles = rope_cos.float(), rope_sin.float()
         tile = x[: self._limit]
         rows = x.new_empty((tile.shape[0], 2 * weights.wkv.shape[0]), dtype=torch.float32)
         self._ops.project.default(tile, weights.wkv, weights.wgate, rows)
-        return x.new_zeros((rope_cos.shape[0], weights.norm_weight.shape[0]))
+        return x.new_zeros((angles[0].shape[0], weights.norm_weight.shape[0]))

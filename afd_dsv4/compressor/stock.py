@@ -187,7 +187,7 @@ class _Step:
         self.scatters += also
 
 
-class _Split:
+class Split:
     """Requests that are launched together.
 
     Attributes:
@@ -693,7 +693,7 @@ class StockRuntime:
     def _launch(
         self,
         lease: Lease[Any],  # noqa: ARG002
-        split: _Split,  # noqa: ARG002
+        split: Split,  # noqa: ARG002
         x: torch.Tensor,
         weights: CompressorWeights,
         kind: CompressorKind,
@@ -744,7 +744,7 @@ class StockExecution:
         self._launched: dict[tuple[int, CompressorKind], list[slice]] = {}  # requests whose launch is queued
         self._whole: set[tuple[int, CompressorKind]] = set()  # compressors all of whose requests are launched
         self._layer: dict[CompressorKind, int] = {}  # the last layer launched
-        self._splits: dict[tuple[int | None, int | None, int | None], _Split] = {}  # by the slice that was asked for
+        self._splits: dict[tuple[int | None, int | None, int | None], Split] = {}  # by the slice that was asked for
         self._scattered: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}  # see _ids
         self._replayed = False
         self._lost: str | None = None
@@ -821,17 +821,17 @@ class StockExecution:
                 lease.complete_locked(place)
         return compressed
 
-    def _split(self, requests: slice) -> _Split:
+    def _split(self, requests: slice) -> Split:
         """What the launches of some requests have in common: once, since nothing per launch may grow with requests."""
         first, stop, step = requests.indices(len(self._chunks))
         if step != 1:
             raise ValueError(f"requests of a launch must be neighbours, got step {step}; launch each run apart")
         stop = max(first, stop)
-        split = _Split(slice(first, stop), self._chunks[first:stop])
+        split = Split(slice(first, stop), self._chunks[first:stop])
         self._splits[requests.start, requests.stop, requests.step] = split
         return split
 
-    def _cut(self, split: _Split, ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _cut(self, split: Split, ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
         """State table and starts of a split; torch takes long to cut them out, and all layers have the same."""
         assert self.lease is not None
         slot = self.lease.slot.index

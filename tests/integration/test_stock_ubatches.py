@@ -236,6 +236,9 @@ def test_three_ubatches_may_share_one_request(executor: str) -> None:
 def test_a_cut_request_whose_launches_do_not_wait_for_the_ubatch_before_is_wrong(executor: str) -> None:
     """Negative control: without the edge between uBatches the rows differ, and the order checker says so."""
     engine = Engine(executor=executor, ordered=False)
+    for pool in engine.runtime.pools.values():  # where the right rows of a test before may still lie
+        pool.zero_()
+    torch.npu.synchronize()
     first, second = engine.world.streams
     split = parts(engine.chunks(a=300), [150, 150])
     softnpu.hang_stream(first)
@@ -341,6 +344,20 @@ def test_a_state_that_is_nobodys_is_refused_in_a_thread_of_the_forward_and_nativ
             thread.join()
     assert isinstance(found["ours"], UnknownLaunch)
     assert "state_cache" in str(found["another engine's"])
+
+
+def test_launches_of_an_idle_forward_are_nobody_s(engine: Engine) -> None:
+    with engine.launches.idling(engine.runtime):
+        for layer in engine.layers:
+            engine.attention(layer, 0, engine.chunks(a=130))
+    torch.npu.synchronize()
+    assert len(engine.world.pending) == len(engine.compressors)
+    engine.world.pending = []
+    engine.requests["a"].position = 0
+    assert engine.runtime.arena.counters.leases == 0
+    dbo(engine, [engine.chunks(a=130)], [0], streams=engine.world.streams)
+    engine.check()
+    engine.free()
 
 
 @pytest.mark.parametrize("first", [0, 1])

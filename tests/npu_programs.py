@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from afd_dsv4.softnpu import runtime as rt
+from tests.npu_streams import streams_apart
 
 torch = pytest.importorskip("torch")
 
@@ -21,7 +22,7 @@ def hand_offs(waits: bool, steps: int, **schedule: Any) -> bool:
         steps: hand-offs.
         schedule: arguments of `rt.set_schedule`, set once the buffers are there; none leaves it as it is.
     """
-    producer, consumer = torch.npu.Stream(), torch.npu.Stream()
+    producer, consumer = streams_apart(2)
     buffer, rows = torch.zeros(16, device="npu"), torch.zeros(steps, 16, device="npu")
     torch.npu.synchronize()
     if schedule:
@@ -43,7 +44,7 @@ class ForkedGraph:
     """A captured graph that forks to a second stream and joins it: of x it makes (2 x + 1) + 10 (2 x)."""
 
     def __init__(self) -> None:
-        side, self._x, self._out = torch.npu.Stream(), torch.ones(8, device="npu"), torch.zeros(8, device="npu")
+        (side,), self._x, self._out = streams_apart(1), torch.ones(8, device="npu"), torch.zeros(8, device="npu")
         torch.npu.synchronize()
         self._graph = torch.npu.NPUGraph()
         with torch.npu.graph(self._graph):

@@ -24,6 +24,7 @@ from afd_dsv4.execution.ubatch import cut
 from afd_dsv4.geometry import Compressor, CompressorKind, ModelGeometry, page_layout
 from afd_dsv4.tail.tables import RequestChunk
 from tests.model_runtime import watch_lock
+from tests.npu_streams import streams_apart
 
 HIDDEN = 32  # the operator's own check of it must be waived: `small_hidden_size`
 LAYERS = ModelGeometry("three layers", HIDDEN, 3, (4, 128, 4))
@@ -138,8 +139,8 @@ class World:
             key: replace(w, wkv=w.wkv.npu(), wgate=w.wgate.npu(), ape=w.ape.npu(), norm_weight=w.norm_weight.npu())
             for key, w in self.truth.weights.items()
         }
-        self.streams = [torch.npu.Stream(), torch.npu.Stream()]
-        self.copies = torch.npu.Stream()  # for what the host waits for: nothing else is ever queued there
+        # The last for what the host waits for: nothing else is ever queued there.
+        *self.streams, self.copies = streams_apart(3)
         self.different = 0
         self.compared = 0
         self.pending: list[tuple[Compressor, Sequence[RequestChunk], torch.Tensor]] = []

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from afd_dsv4.softnpu import runtime as rt
 from afd_dsv4.tail.tables import RequestChunk, RequestId
+from tests.npu_streams import streams_apart
 from tests.stock_op import SMALL, Chunk, Model
 from tests.stock_world import World
 
@@ -59,7 +60,7 @@ class Pair:
     """Two streams and memory that both use; everything so far is done."""
 
     def __post_init__(self) -> None:
-        self.a, self.b = torch.npu.Stream(), torch.npu.Stream()
+        self.a, self.b = streams_apart(2)
         self.x, self.y, self.z = (torch.zeros(N, device="npu") for _ in range(3))
         self.event = torch.npu.Event()
         torch.npu.synchronize()

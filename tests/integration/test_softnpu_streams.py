@@ -15,6 +15,7 @@ import pytest
 
 from afd_dsv4.softnpu import runtime as rt
 from tests.npu_programs import ForkedGraph, hand_offs
+from tests.npu_streams import streams_apart
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.npu
@@ -288,6 +289,19 @@ def test_waiting_with_pythons_lock_held_does_not_deadlock(gate: Gate) -> None:
     assert torch.equal(y.cpu(), torch.full((256,), 7.0))
 
 
+def test_streams_apart_are_others_than_those_that_are_kept_though_the_pool_deals_all_in_turn() -> None:
+    x = torch.zeros(8).npu()
+    torch.npu.synchronize()
+    with torch.npu.graph(torch.npu.NPUGraph()):
+        x.add_(1)
+    kept = [torch.npu.graph.default_capture_stream, torch.npu.Stream()]
+    numbers = {stream.stream_id for stream in kept}
+    assert numbers <= {torch.npu.Stream().stream_id for _ in range(64)}  # why they are asked for
+    for _ in range(64):
+        one, two = streams_apart(2, kept[1])
+        assert len(numbers | {one.stream_id, two.stream_id}) == 4
+
+
 def test_a_graph_records_without_running_and_replays_with_new_inputs() -> None:
     x, out = torch.ones(8).npu(), torch.zeros(8).npu()
     index = torch.tensor([0, 3]).npu()
@@ -319,7 +333,7 @@ def test_the_streams_of_a_graph_keep_their_order_under_an_adversarial_schedule(s
 def test_a_missing_wait_inside_a_graph_goes_wrong_at_replay(gate: Gate) -> None:
     """Negative control: the side stream of the graph is held, and the first stream does not wait before it reads."""
     event = torch.npu.ExternalEvent()
-    side, x, plus, out = torch.npu.Stream(), torch.ones(8).npu(), torch.zeros(8).npu(), torch.zeros(8).npu()
+    (side,), x, plus, out = streams_apart(1), torch.ones(8).npu(), torch.zeros(8).npu(), torch.zeros(8).npu()
     torch.npu.synchronize()
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
@@ -338,7 +352,7 @@ def test_a_missing_wait_inside_a_graph_goes_wrong_at_replay(gate: Gate) -> None:
 
 
 def test_a_capture_that_leaves_a_stream_unjoined_is_refused() -> None:
-    side, x = torch.npu.Stream(), torch.ones(8).npu()
+    (side,), x = streams_apart(1), torch.ones(8).npu()
     graph = torch.npu.NPUGraph()
 
     def capture() -> None:

@@ -29,6 +29,7 @@ from afd_dsv4.workspace.arena import CaptureError, Exhausted, Settlement, StillL
 from afd_dsv4.workspace.fence import EventError
 from afd_dsv4.workspace.lease import OrderError
 from afd_dsv4.workspace.order import check
+from tests.npu_streams import streams_apart
 from tests.stock_world import HIDDEN, Request, World, small_hidden_size
 
 __all__ = ["small_hidden_size"]  # a fixture
@@ -319,7 +320,7 @@ def test_a_capture_asks_no_event_while_other_work_is_pending_and_refuses_what_wo
     load.prompts()
     graph = Graph(world, "decode", [1, 1, 1])
     load.check()
-    held, side, probe = world.streams[0], torch.npu.Stream(), torch.npu.Event()
+    held, (side,), probe = world.streams[0], streams_apart(1, *world.streams), torch.npu.Event()
     softnpu.hang_stream(held)
     load.eager({"a": 1})
     (pending,) = runtime.arena.live()

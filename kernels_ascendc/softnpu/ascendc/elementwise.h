@@ -205,7 +205,7 @@ SOFTNPU_SCALAR(Mins, emu::minimum(a, b))
 #define SOFTNPU_INEXACT(EXPRESSION, MOVE) \
   detail::inexact_body(emu::core(), [](float a) { return static_cast<float>(EXPRESSION); }, emu::MOVE)
 
-SOFTNPU_UNARY(Exp, SOFTNPU_INEXACT(emu::exp32(a), move_ulp))
+SOFTNPU_UNARY(Exp, SOFTNPU_INEXACT(softnpu::exp32(a), move_ulp))
 SOFTNPU_UNARY(Ln, SOFTNPU_INEXACT(std::log(static_cast<double>(a)), move_ulp))
 SOFTNPU_UNARY(Rsqrt, SOFTNPU_INEXACT(1.0 / std::sqrt(static_cast<double>(a)), move_relative))
 SOFTNPU_UNARY(Reciprocal, SOFTNPU_INEXACT(1.0f / a, move_relative))

@@ -20,7 +20,7 @@ patch/platform/patch_kv_cache_utils.py and patch_async_swa_kv_lifetime.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -266,9 +266,7 @@ def _why_it_waits(plan: KvPlan, tokens: int, limits: SchedulerLimits, free: int,
             f"Compressor states take {state:,} of them ({100 * state / need:.0f} %), although later steps read at most "
             f"7 rows of a C4 and 127 of a C128 compressor again. "
         )
-    # Rounded up, so that the figure is enough when it is typed back in.
-    gib = math.ceil((need + NULL_BLOCKS) * plan.block_bytes * 100 / GIB) / 100
-    text += f"To start it: {gib:.2f} GiB of KV cache ({need:,} free blocks)"
+    text += f"To start it: {gib_up((need + NULL_BLOCKS) * plan.block_bytes)} GiB of KV cache ({need:,} free blocks)"
     smaller = _largest_batch(plan, tokens, limits, free)
     if smaller:
         text += f", or max-num-batched-tokens {smaller:,} or less"
@@ -283,15 +281,29 @@ def _shares(whole: dict[str, int]) -> str:
 
 def _largest_batch(plan: KvPlan, tokens: int, limits: SchedulerLimits, free: int) -> int:
     """The largest smaller batch with which the prompt starts, 0 if none does. The need only grows with the batch."""
-    low, high = 0, limits.max_num_batched_tokens - 1
+
+    def starts(batch: int) -> bool:
+        tried = SchedulerLimits(batch, limits.max_model_len, limits.max_num_seqs, limits.batches_in_flight)
+        return sum(plan.whole_prompt(tokens, tried).values()) <= free
+
+    return largest(starts, limits.max_num_batched_tokens - 1)
+
+
+def largest(good: Callable[[int], bool], most: int) -> int:
+    """The largest number from 1 to `most` that is good, 0 if none is. The smaller ones of a good number are good."""
+    low, high = 0, max(most, 0)
     while low < high:
         middle = (low + high + 1) // 2
-        tried = SchedulerLimits(middle, limits.max_model_len, limits.max_num_seqs, limits.batches_in_flight)
-        if sum(plan.whole_prompt(tokens, tried).values()) <= free:
+        if good(middle):
             low = middle
         else:
             high = middle - 1
     return low
+
+
+def gib_up(size: int) -> str:
+    """Bytes in GiB, rounded up, so that the figure is enough when it is typed back in."""
+    return f"{math.ceil(size * 100 / GIB) / 100:.2f}"
 
 
 def _group_width(counts: list[int], least: int) -> int:

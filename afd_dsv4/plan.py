@@ -29,6 +29,7 @@ from afd_dsv4.admission import (
     SchedulerLimits,
     admit,
     kv_plan,
+    largest,
 )
 from afd_dsv4.geometry import InputError, ModelGeometry, PageLayout
 from afd_dsv4.workspace.sizing import WorkspaceSizes, size_workspace
@@ -206,19 +207,7 @@ def _largest_chunk(question: Question, side: str, plan: KvPlan) -> int:
             return False
         return free is not None and sum(plan.whole_prompt(question.prompt_tokens, tried.limits).values()) <= free
 
-    return _largest(starts, question.prompt_tokens)
-
-
-def _largest(good: Callable[[int], bool], most: int) -> int:
-    """The largest number from 1 to `most` that is good, 0 if none is. The smaller ones of a good number are good."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if good(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return largest(starts, question.prompt_tokens)
 
 
 def _requests(found: Admission, resident: int, most: int) -> int:

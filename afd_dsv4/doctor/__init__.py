@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 
 from afd_dsv4.admission import GIB
 from afd_dsv4.compat.stack import release
-from afd_dsv4.config import DEFAULT_SLOTS, Mode
+from afd_dsv4.config import DEFAULT_SLOTS, Executor, Mode
 from afd_dsv4.doctor import logs, machine, metrics, planned, queue
 from afd_dsv4.doctor.facts import Finding, Server, Severity, first_known, preset_name
 from afd_dsv4.doctor.report import EXIT_BAD_INPUT, EXIT_PROBLEMS, Report
@@ -114,7 +114,9 @@ def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[
     )
     slots = given.slots or (plan.settings.slots if plan.settings else DEFAULT_SLOTS)
     hbm = None if given.hbm_gib is None else int(given.hbm_gib * GIB)
-    case = tried(lambda: queue.case_of(server, geometry, layout, prompt=given.prompt_tokens, hbm=hbm, slots=slots))
+    staged = plan.settings.tile_tokens if plan.settings and plan.settings.executor is Executor.AFD else None
+    rest = {"prompt": given.prompt_tokens, "hbm": hbm, "slots": slots, "tile_tokens": staged}
+    case = tried(lambda: queue.case_of(server, geometry, layout, **rest))
     if case and (given.prompt_tokens or hbm or any(engine.stuck for engine in server.engines)):
         taken += [f"asynchronous scheduling {'on' if queue.ASYNC_ASSUMED else 'off'}"] * (
             server.async_scheduling is None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final, NoReturn
 
 from afd_dsv4.compat.adapters import ADAPTERS, full_name
@@ -40,7 +40,7 @@ from afd_dsv4.gate import (
 from afd_dsv4.geometry import InputError, ModelGeometry, preset
 
 #: Settings of the plugin itself, which belong one level deeper.
-_OUR_KEYS: Final = ("mode", "slots", "drafts", "fence_timeout_s")
+_OUR_KEYS: Final = tuple(field.name for field in fields(Settings))
 _TRANSFERS: Final = ("kv_transfer_config", "ec_transfer_config", "kv_offloading_size")
 _REMEDY: Final = 'give an object with the options of `vllm serve` by their names, such as {"max_num_seqs": 16}'
 
@@ -74,11 +74,11 @@ def options_of(text: str, name: str) -> dict[str, Any]:
         raise InputError(f"config {name!r}", f"is no JSON ({str(error)[:80]})", _REMEDY) from None
     if not isinstance(found, dict):
         raise InputError(f"config {name!r}", f"holds a JSON {type(found).__name__}", _REMEDY)
-    if any(key in found for key in _OUR_KEYS):
-        wrong = next(key for key in _OUR_KEYS if key in found)
+    options = {key.lstrip("-").replace("-", "_"): value for key, value in found.items()}
+    for wrong in (key for key in _OUR_KEYS if key in options):
         remedy = 'put it under {"additional_config": {"afd_dsv4": ...}}, as for vLLM'
         raise InputError(f"config {name!r}", f"has the plugin's own {wrong!r} among the options of vLLM", remedy)
-    return {key.lstrip("-").replace("-", "_"): value for key, value in found.items()}
+    return options
 
 
 def plan(

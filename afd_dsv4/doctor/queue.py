@@ -12,11 +12,11 @@ Not here: draft layers, prefix hits, context parallelism (as in `admission.py`),
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from afd_dsv4.admission import GIB, NULL_BLOCKS, STATE_GROUPS, KvPlan, SchedulerLimits, kv_plan
+from afd_dsv4.admission import GIB, NULL_BLOCKS, STATE_GROUPS, KvPlan, SchedulerLimits, gib_up, kv_plan, largest
 from afd_dsv4.doctor.facts import Engine, Finding, Server, Severity, preset_name
 from afd_dsv4.doctor.logs import too_long
 from afd_dsv4.geometry import InputError, ModelGeometry, PageLayout
@@ -45,6 +45,7 @@ class Case:
         prompt: tokens of the prompt that is asked about, None for none.
         hbm: bytes for the KV cache and all that the plugin reserves; None where the server's blocks are known.
         slots: workspace slots of the plugin.
+        tile_tokens: of its afd executor; None where the stock operator compresses.
     """
 
     server: Server
@@ -53,6 +54,7 @@ class Case:
     prompt: int | None = None
     hbm: int | None = None
     slots: int = 2
+    tile_tokens: int | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -81,6 +83,7 @@ class Case:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=batch,
             slots=self.slots,
+            tile_tokens=self.tile_tokens,
         )
 
     def kv_bytes(self, batch: int) -> int | None:
@@ -151,7 +154,7 @@ def _too_little(case: Case) -> Finding | None:
             f"{case.hbm:,} B hold no KV block: a block spans all {case.geometry.num_layers} layers and takes "
             f"{plan.block_bytes:,} B, and block 0 is never handed out",
             (f"The plugin takes {reserved:,} B of it before.",) if reserved else (),
-            (f"offer at least {math.ceil(least * 100 / GIB) / 100:.2f} GiB",),
+            (f"offer at least {gib_up(least)} GiB",),
             (),
             {"bytes": case.hbm, "block_bytes": plan.block_bytes, "reserved_bytes": reserved, "least_bytes": least},
         )
@@ -164,7 +167,7 @@ def _too_little(case: Case) -> Finding | None:
     wanted = need(case.max_model_len)
     if wanted <= have:
         return None
-    fits = _largest(lambda length: need(length) <= have, case.max_model_len)
+    fits = largest(lambda length: need(length) <= have, case.max_model_len)
     why = (
         (
             f"Before it starts, vLLM asks whether one sequence of {case.max_model_len:,} tokens fits: "
@@ -172,19 +175,19 @@ def _too_little(case: Case) -> Finding | None:
         ),
         _multiplier({g.name: g.cap(limits) for g in plan.groups}, plan, case),
     )
-    smaller = _largest(lambda tokens: startup_blocks(plan, case.limits(tokens)) * plan.block_bytes <= have, batch - 1)
+    smaller = largest(lambda tokens: startup_blocks(plan, case.limits(tokens)) * plan.block_bytes <= have, batch - 1)
     remedies = [f"--max-num-batched-tokens {smaller:,} or less"] if smaller else []
     remedies += [f"--max-model-len {fits:,} or less"] if fits else []
-    remedies.append(f"a KV cache of {_gib_up(wanted)} GiB")
+    remedies.append(f"a KV cache of {gib_up(wanted)} GiB")
     if not side:
         mine = case.plan(plugin=True)
         total = startup_blocks(mine, limits) * mine.block_bytes + case.sizes(batch).device_bytes
         if total <= case.hbm:
-            remedies.append(f"this plugin, with which {_gib_up(total)} GiB are enough, tails and slots included")
+            remedies.append(f"this plugin, with which {gib_up(total)} GiB are enough, tails and slots included")
     return Finding(
         "cache-too-small",
         Severity.PROBLEM,
-        f"the server would not start: a sequence of {case.max_model_len:,} tokens wants {_gib_up(wanted)} GiB of KV "
+        f"the server would not start: a sequence of {case.max_model_len:,} tokens wants {gib_up(wanted)} GiB of KV "
         f"cache, there are {_gib(have)}",
         why,
         tuple(remedies),
@@ -333,16 +336,16 @@ def _remedies(case: Case, batch: int, need: int, free: int) -> Iterator[str]:
     def enough(tokens: int, in_flight: int | None = None) -> bool:
         return sum(plan.whole_prompt(case.prompt or 0, case.limits(tokens, in_flight)).values()) <= free
 
-    if smaller := _largest(enough, batch - 1):
+    if smaller := largest(enough, batch - 1):
         yield f"--max-num-batched-tokens {smaller:,} or less"
     if limits.batches_in_flight > 1:
         apart = sum(plan.whole_prompt(case.prompt, case.limits(batch, 1)).values())
-        larger = _largest(lambda tokens: enough(tokens, 1), batch - 1)
+        larger = largest(lambda tokens: enough(tokens, 1), batch - 1)
         if apart <= free:
             yield f"--no-async-scheduling: {apart:,} blocks"
         elif larger > smaller:
             yield f"--no-async-scheduling with --max-num-batched-tokens {larger:,} or less"
-    gib = _gib_up((need + NULL_BLOCKS) * plan.block_bytes)
+    gib = gib_up((need + NULL_BLOCKS) * plan.block_bytes)
     yield f"a KV cache of {gib} GiB on each worker, {need:,} blocks and the null block"
     chunk = sum(plan.chunk(min(case.prompt, batch)).values())
     flag = "--no-scheduler-reserve-full-isl"
@@ -471,7 +474,7 @@ def _largest_prompts(case: Case, batches: tuple[int, ...]) -> list[tuple[int, in
 
 def _largest_prompt(case: Case, batch: int, plugin: bool) -> int:
     plan, free, limits = case.plan(plugin=plugin), case.free(batch, plugin=plugin) or 0, case.limits(batch)
-    return _largest(lambda tokens: sum(plan.whole_prompt(tokens, limits).values()) <= free, case.max_model_len - 1)
+    return largest(lambda tokens: sum(plan.whole_prompt(tokens, limits).values()) <= free, case.max_model_len - 1)
 
 
 def _prompt_shown(tokens: int, case: Case) -> str:
@@ -580,25 +583,8 @@ def _queue(engine: Engine) -> str:
     return f"{engine.label}: {waiting} waiting for capacity, none running, 0 % of the KV cache in use"
 
 
-def _largest(good: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that is good, 0 if none is; what is good for one is good for smaller ones."""
-    low, high = 0, max(most, 0)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if good(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 def _gib(size: int) -> str:
     return f"{size / GIB:.2f}"
-
-
-def _gib_up(size: int) -> str:
-    """Rounded up, so that the figure is enough when it is typed back in."""
-    return f"{math.ceil(size * 100 / GIB) / 100:.2f}"
 
 
 def case_of(server: Server, geometry: ModelGeometry | None, layout: PageLayout | None, **rest: Any) -> Case | None:

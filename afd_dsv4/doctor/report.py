@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from afd_dsv4 import __version__
@@ -85,10 +85,7 @@ class Report:
             "stack": machine.stack.as_dict() | {"name": machine.stack.name} if machine.stack else None,
             "adapter": machine.adapter,
             "drift": _drift_as_dict(machine),
-            "plugins": [
-                {name: getattr(plugin, name) for name in ("group", "name", "value", "distribution", "loaded")}
-                for plugin in machine.plugins
-            ],
+            "plugins": [asdict(plugin) for plugin in machine.plugins],
             "patches": {package: list(targets) for package, targets in machine.patches.items()},
             "failed": dict(machine.failed),
             "gate": {

@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from afd_dsv4.admission import SchedulerLimits, kv_plan
 from afd_dsv4.compat.stack import InstalledStack, package_folder
+from afd_dsv4.config import Settings
 from afd_dsv4.doctor import metrics, planned, queue
 from afd_dsv4.doctor.facts import Engine, Finding, Server, Severity, first_known
 from afd_dsv4.doctor.machine import Machine
@@ -215,6 +217,25 @@ def test_a_configuration_that_is_none_is_refused_by_name(text: str, says: str) -
         planned.options_of(text, "c.json")
     assert str(error.value).startswith("config 'c.json': ")
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize("key", [field.name for field in fields(Settings)] + ["fence-timeout-s", "--tile-tokens"])
+def test_every_setting_of_the_plugin_is_missed_where_it_stands_among_the_options_of_vllm(key: str) -> None:
+    with pytest.raises(InputError, match=f"the plugin's own '{key.lstrip('-').replace('-', '_')}'"):
+        planned.options_of(json.dumps({key: 1}), "c.json")
+
+
+def test_what_the_plugin_reserves_counts_the_staging_rows_of_its_own_kernels(tmp_path: Path) -> None:
+    numbers = ["--model", "flash", "--max-num-batched-tokens", "32768", "--max-num-seqs", "16", "--block-size", "128"]
+    reserved = []
+    for executor in ("stock", "afd"):
+        options = {"additional_config": {"afd_dsv4": {"mode": "colocated", "executor": executor}}}
+        (tmp_path / "c.json").write_text(json.dumps(options))
+        found, _, _ = asked(machine(tmp_path / executor, WITH_ASCEND), "--config", str(tmp_path / "c.json"), *numbers)
+        reserved.append(found["sizes"]["reserved_bytes"])
+    # A tile of 2,048 tokens and the window before it, in each of two slots, and 8 KiB of faults an area; C128's rows
+    # lie in C4's.
+    assert reserved[1] - reserved[0] == 2 * ((2048 + 4) * (8192 + 2048) + 2 * 8192)
 
 
 def test_the_gate_gives_every_reason_against_a_configuration_before_a_server_is_started(tmp_path: Path) -> None:

@@ -348,8 +348,8 @@ class WorkerMetrics:
         values += [states.count(state) for state in _STATES]
         free = store.free_seats()
         doubt = set(self._runtime.seats_in_doubt()) if counters.quarantined else set()
-        idle = len(free) - sum(seat in doubt for seat in free) if doubt else len(free)
-        seats = (store.max_num_seqs - len(doubt) - idle, idle, len(doubt))
+        takeable = len(free) - sum(seat in doubt for seat in free) if doubt else len(free)
+        seats = (store.max_num_seqs - len(doubt) - takeable, takeable, len(doubt))
         values += seats
         for pages in self._pages:
             values += [pages * count for count in seats]

@@ -282,7 +282,7 @@ class AfdRuntime(StockRuntime):
         rope_sin: torch.Tensor,
     ) -> torch.Tensor:
         ops, pool, ratio, coff = self._ops, self.pools[kind], kind.ratio, kind.coff
-        tail_pages, cores, ape, tokens = self.shapes[ratio].tail_pages, self._cores, weights.ape, x.shape[0]
+        tail_pages, cores, ape, tokens = self.shapes[ratio].tail_pages, self._cores, weights.ape, split.tokens
         if rope_cos.shape[1] != weights.rope_head_dim:
             raise RuntimeError(f"{rope_cos.shape[1]} angles a window, and weights that turn {weights.rope_head_dim}")
         workspace, tiles = split.tiles.get(kind) or self._plan_tiles(lease, split, kind)

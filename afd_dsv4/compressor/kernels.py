@@ -185,19 +185,7 @@ class Kernels:
             Refused, Fault, Misuse: see there.
             ValueError: an array is smaller than the constants say.
         """
-        names = (
-            "rows",
-            "pool",
-            "ape",
-            "norm_weight",
-            "cos",
-            "sin",
-            "cu_seqlens",
-            "starts",
-            "table",
-            "out",
-            "workspace",
-        )
+        names = ("rows", "pool", "ape", "norm_weight", "cos", "sin", *_TABLES, "out", "workspace")
         self._launch(self._library.afd_dsv4_launch_compress, blocks, params, {name: arrays[name] for name in names})
 
     def tail_update(self, blocks: int, params: TailParams, arrays: Mapping[str, NDArray[Any]]) -> None:

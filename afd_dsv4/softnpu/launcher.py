@@ -12,6 +12,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from afd_dsv4.compressor.library import SOFTWARE_NPU
+
 LIBRARIES = (
     "libascendcl.so",
     "libacl_op_compiler.so",
@@ -35,7 +37,7 @@ def library_dir() -> Path:
     Raises:
         SoftnpuError: a library is missing there.
     """
-    given = os.environ.get("AFD_DSV4_SOFTNPU_DIR")
+    given = os.environ.get(SOFTWARE_NPU)
     folder = Path(given).resolve() if given else Path(__file__).resolve().parents[2] / "build" / "softnpu"
     missing = [name for name in LIBRARIES if not (folder / name).is_file()]
     if missing:
@@ -60,7 +62,7 @@ def environment(base: Mapping[str, str], libraries: Path) -> dict[str, str]:
         "LD_LIBRARY_PATH": with_first("LD_LIBRARY_PATH", libraries),
         # The stubs' sitecustomize installs the kernels; the package itself must be importable from any folder.
         "PYTHONPATH": with_first("PYTHONPATH", here.parent / "stubs", here.parents[2]),
-        "AFD_DSV4_SOFTNPU_DIR": str(libraries),
+        SOFTWARE_NPU: str(libraries),
         # A torch_npu that cannot load would otherwise break `import torch` itself.
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         # Without its host queue torch_npu raises where the mistake is. A caller who wants the queue asks for it.

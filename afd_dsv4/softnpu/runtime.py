@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from afd_dsv4.compressor.library import SOFTWARE_NPU
 from afd_dsv4.softnpu.launcher import SoftnpuError, library_dir
 
 ATEN_LIBRARY = "libsoftnpu_aten.so"
@@ -35,7 +36,7 @@ class Installed:
 
 def is_active() -> bool:
     """Tell whether this process was started on the software NPU."""
-    folder = os.environ.get("AFD_DSV4_SOFTNPU_DIR")
+    folder = os.environ.get(SOFTWARE_NPU)
     return bool(folder) and str(Path(folder or "")) in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
 
 

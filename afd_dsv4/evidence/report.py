@@ -84,7 +84,7 @@ def figure(value: float | int, unit: str, source: Source) -> dict[str, Any]:
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder, before minutes are spent on what cannot be written, and remove the last run's files.
+    """Make the folder, before minutes are spent on what cannot be written.
 
     Raises:
         InputError: it cannot be made or written.
@@ -94,11 +94,17 @@ def prepare(folder: Path) -> None:
         probe = folder / f".evidence.{os.getpid()}.json"
         probe.write_text("", encoding="utf-8")
         probe.unlink()
-        # A run that breaks off must not leave an older verdict behind as if it were its own.
-        for name in ("evidence.json", TRACE_FILE, CHROME_FILE, PAGE_FILE):
-            (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise InputError("--out", f"{folder} cannot be written ({error.strerror})", "name another folder") from error
+
+
+def forget(folder: Path) -> None:
+    """Remove the last run's files: one that breaks off must not leave an older verdict behind as if it were its own.
+
+    What is refused before it runs leaves them.
+    """
+    for name in ("evidence.json", TRACE_FILE, CHROME_FILE, PAGE_FILE):
+        (folder / name).unlink(missing_ok=True)
 
 
 def write(folder: Path, evidence: dict[str, Any]) -> Path:

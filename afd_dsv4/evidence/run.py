@@ -41,6 +41,7 @@ from afd_dsv4.evidence.report import (
     Source,
     Verdict,
     figure,
+    forget,
     prepare,
     size,
     strict,
@@ -182,7 +183,10 @@ def _source(device: str) -> Source:
 
 
 def _run(options: argparse.Namespace, source: Source, scheduler: SchedulerProcess | None) -> int:
+    packages = "torch" if source is Source.CUDA else "torch and torch_npu"
     try:
+        if source is Source.CUDA:  # a torch_npu that is installed without CANN would not let torch be imported
+            os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
         import torch
 
         if source is not Source.CUDA:
@@ -190,7 +194,7 @@ def _run(options: argparse.Namespace, source: Source, scheduler: SchedulerProces
     except (ImportError, OSError, RuntimeError) as error:
         first = str(error).splitlines()[0]
         remedy = "install the supported stack, or use --device softnpu in a checkout"
-        raise InputError(f"torch and torch_npu for --device {source.value}", first, remedy) from error
+        raise InputError(f"{packages} for --device {source.value}", first, remedy) from error
 
     from afd_dsv4.evidence.rows import Batch
 
@@ -212,6 +216,7 @@ def _run(options: argparse.Namespace, source: Source, scheduler: SchedulerProces
         batch = Batch.of(options.tokens)
     except ValueError as error:
         raise InputError("--tokens", str(options.tokens), str(error)) from error
+    forget(options.out)
     run.evidence.update({section: {} for section in SECTIONS})
     run.evidence.update(
         stack={**installed().as_dict(), "device": source.value, "layout": DEFAULT_STACK, "block_size": BLOCK_SIZE},

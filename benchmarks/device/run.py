@@ -85,6 +85,8 @@ def summary(evidence: dict[str, Any]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, and write device.json."""
     asked = parse(arguments)
+    # A torch_npu that is installed without CANN would not let torch be imported.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     from afd_dsv4.evidence import run
     from afd_dsv4.evidence.cuda import parts
     from afd_dsv4.geometry import InputError

@@ -5,11 +5,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from afd_dsv4.evidence.report import SECTIONS, Source, Verdict, figure, prepare, size, table, write
+from afd_dsv4.evidence.report import SECTIONS, Source, Verdict, figure, forget, prepare, size, table, write
 from afd_dsv4.geometry import InputError
 
 
@@ -115,3 +119,28 @@ def test_a_point_without_a_check_fails() -> None:
 
     run = run_with(Source.SOFTNPU, {name: True for name in ALL if name != "memory"})
     assert {point.number for point in _points(run) if point.verdict is Verdict.FAIL} == {4}
+
+
+def test_only_a_run_that_begins_forgets_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / "evidence.json").write_text("an older verdict")
+    (tmp_path / "notes.txt").write_text("somebody else's")
+    prepare(tmp_path)
+    assert (tmp_path / "evidence.json").read_text() == "an older verdict"
+    forget(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_device_that_is_not_there_leaves_the_last_run_as_it_was(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("no such case: there is a CUDA device")
+    (tmp_path / "evidence.json").write_text("an older verdict")
+    command = [sys.executable, "-m", "afd_dsv4", "evidence", "--device", "cuda", "--out", str(tmp_path)]
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("LD_LIBRARY_PATH", "AFD_DSV4_SOFTNPU_DIR", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, "sees no CUDA device" in line) == (2, True), done.stderr
+    assert (tmp_path / "evidence.json").read_text() == "an older verdict"

@@ -107,7 +107,9 @@ def prepare() -> torch.device:
     """
     if not torch.cuda.is_available():
         raise InputError(
-            "--device cuda", f"torch {torch.__version__} sees no CUDA device", "use --device softnpu, or mend it"
+            "--device cuda",
+            f"torch {torch.__version__} sees no CUDA device",
+            "run it on a machine that has one, or without it on the software NPU (make demo)",
         )
     torch.backends.cuda.matmul.allow_tf32 = False
     operator.register()

@@ -299,6 +299,8 @@ def _doctor(options: argparse.Namespace) -> int:
     from afd_dsv4.doctor import Given, diagnose
     from afd_dsv4.doctor.facts import Server
 
+    if [options.metrics, options.log, options.config].count("-") > 1:
+        raise InputError("standard input", "asked for twice", "give all but one of them as files")
     blocks = options.num_gpu_blocks
     if options.free_blocks is not None:
         blocks = options.free_blocks + NULL_BLOCKS

@@ -38,6 +38,10 @@ class InputError(ValueError):
         self.found = found
         self.remedy = remedy
 
+    def __reduce__(self) -> tuple[type[InputError], tuple[str, str, str]]:
+        """So that it passes from one process to another: exceptions are rebuilt from their text otherwise."""
+        return type(self), (self.what, self.found, self.remedy)
+
 
 class _Short(reprlib.Repr):
     """Shortens long numbers too; Python itself refuses to write out more than 4,300 digits."""

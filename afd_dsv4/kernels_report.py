@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -170,9 +171,15 @@ def find() -> Path:
     """
     package = Path(__file__).resolve().parent
     built, installed = package.parent / "build" / "softnpu", package / "lib"
-    given = os.environ.get(library.VARIABLE) or os.environ.get(library.SOFTWARE_NPU)
-    folder = Path(given) if given else installed if (installed / library.KERNELS).is_file() else built
-    if not (folder / library.KERNELS).is_file():
+    given = (os.environ.get(name, "").strip() for name in (library.VARIABLE, library.SOFTWARE_NPU))
+    named = next(filter(None, given), None)
+    try:
+        folder = Path(named) if named else installed if (installed / library.KERNELS).is_file() else built
+        there = (folder / library.KERNELS).is_file()
+    except OSError as error:
+        remedy = f"name another folder in {library.VARIABLE}"
+        raise InputError("kernels", f"{reprlib.repr(named)} cannot be read ({error.strerror})", remedy) from None
+    if not there:
         raise InputError(
             "kernels",
             f"{folder} has no {library.KERNELS}",

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from afd_dsv4.compressor.kernels import CoreOrder, Dtype, Kernels
+from afd_dsv4.geometry import InputError
 from afd_dsv4.kernels_report import Launch, find
 from tests.kernels_world import KINDS, LENGTHS, PAGE_ROWS, Case, Request, World, random_case
 
@@ -133,6 +134,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, metavar="J", help="processes (default 2)")
     parser.add_argument("--no-grid", action="store_true", help="random cases only")
     options = parser.parse_args(arguments)
+    if min(options.cases, options.jobs) < 1 or min(options.seed, options.first) < 0:
+        parser.error("--cases and --jobs must be at least 1, --seed and --first at least 0")
+    try:
+        library = find()
+    except InputError as error:
+        parser.error(str(error))
     begin = time.perf_counter()
     step = 100
     cases = [
@@ -153,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{random.cases:,} random cases, {random.different:,} differ", flush=True)
     print(f"random cases of seed {options.seed}: {random}")
     whole += random
-    seconds = layer_seconds(Kernels(find()))
+    seconds = layer_seconds(Kernels(library))
     print(f"one C4 layer of {LAYER_TOKENS:,} tokens, emulated: {seconds:.1f} s of one core")
     slow = seconds > LAYER_SECONDS
     print(f"kernels: {whole}, {time.perf_counter() - begin:.0f} s" + (f"; over {LAYER_SECONDS:.0f} s" if slow else ""))

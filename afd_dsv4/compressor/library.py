@@ -15,6 +15,7 @@ Not here: loading (`afd.py`, `kernels.py`). It imports neither torch nor vLLM.
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,15 @@ def find(environment: Mapping[str, str]) -> Library:
     emulated = environment.get(SOFTWARE_NPU, "").strip()
     given = environment.get(VARIABLE, "").strip()
     folder = Path(given or emulated or Path(__file__).resolve().parents[1] / "lib")
-    missing = [name for name in (KERNELS, OPERATORS, MANIFEST) if not (folder / name).is_file()]
+    try:
+        missing = [name for name in (KERNELS, OPERATORS, MANIFEST) if not (folder / name).is_file()]
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            "kernels of the afd executor",
+            f"{reprlib.repr(str(folder))} cannot be read ({reason})",
+            f"name another folder in {VARIABLE}",
+        ) from None
     if missing:
         remedy = (
             f"build them where CANN is (cmake --preset npu && cmake --build --preset npu), then install them there "
@@ -108,7 +117,7 @@ def _made_for(path: Path) -> tuple[str, object]:
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
         backend, architecture = written["backend"], written["architecture"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             "kernels of the afd executor", f"{path} cannot be read ({error!r})", "build them anew"
         ) from None

@@ -84,9 +84,13 @@ def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[
 
     found: list[Finding] = []
     here = machine.survey(environment)
-    page = tried(lambda: metrics.parse(*_whole_text(given.metrics, "metrics"))) if given.metrics else None
-    log = tried(lambda: logs.parse(_text(given.log or "", "log", found), given.log or "")) if given.log else None
-    file = tried(lambda: planned.options_of(*_whole_text(given.config, "config"))) if given.config else None
+    page = log = file = None
+    if (name := given.metrics) is not None:
+        page = tried(lambda: metrics.parse(*_whole_text(name, "metrics")))
+    if (log_name := given.log) is not None:
+        log = tried(lambda: logs.parse(_text(log_name, "log", found), log_name))
+    if given.config is not None:
+        file = tried(lambda: planned.options_of(*_whole_text(given.config, "config")))
     if page and page.malformed:
         found.append(_cut(given.metrics or "", page))
     server = first_known(
@@ -130,17 +134,14 @@ def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[
     found += machine.findings(here, environment, wanted)
     found += _gate(plan, here)
     batch = server.max_num_batched_tokens
+    reserved = case.sizes(batch) if case and batch else None
     return Report(
         machine=here,
         planned=plan,
         log_said=log.plugin if log else None,
         server=server,
         taken=tuple(taken),
-        sizes=plan.decision.sizes
-        if plan.decision and plan.decision.active
-        else case.sizes(batch)
-        if case and batch
-        else None,
+        sizes=plan.decision.sizes if plan.decision and plan.decision.active else reserved,
         findings=tuple(sorted(_once(found), key=lambda finding: finding.severity is Severity.NOTE)),
         errors=tuple(errors),
     )
@@ -164,6 +165,8 @@ def _geometry(
 def _layout(
     given: Given, here: machine.Machine, server: Server, geometry: ModelGeometry | None, taken: list[str]
 ) -> PageLayout | None:
+    if given.stack is not None and given.stack not in STACKS:
+        raise InputError("stack", f"{given.stack!r} is unknown", f"supported are {', '.join(STACKS)}")
     if server.block_size is None:
         return None
     name = given.stack or (here.stack.name if here.stack and here.stack.name in STACKS else None)
@@ -270,6 +273,8 @@ def _bytes(name: str, what: str) -> tuple[bytes, bytes, int]:
         InputError: one that cannot be read, or is no regular file.
     """
     remedy = "give a file, or - for standard input"
+    if not name:
+        raise InputError(what, "an empty name was given", remedy)
     try:
         if name == STDIN:
             if sys.stdin is None:

@@ -187,10 +187,15 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def server_of(options: Mapping[str, Any]) -> Server:
-    """The numbers in what a server is told, by the names of vLLM's `EngineArgs`; other types are left out."""
+    """The numbers in what a server is told, by the names of vLLM's `EngineArgs`; other types are left out.
+
+    So are numbers below 1: none is one of a server's, and a `max_model_len` of -1 is vLLM's word for its own choice.
+    """
 
     def of(name: str, kind: type) -> Any:
         value = options.get(name)
+        if kind is int and isinstance(value, int) and value < 1:
+            return None
         return value if isinstance(value, kind) and isinstance(value, bool) is (kind is bool) else None
 
     transfer = options.get("kv_transfer_config")

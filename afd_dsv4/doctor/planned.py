@@ -41,6 +41,8 @@ from afd_dsv4.geometry import InputError, ModelGeometry, preset
 
 #: Settings of the plugin itself, which belong one level deeper.
 _OUR_KEYS: Final = tuple(field.name for field in fields(Settings))
+#: Options that are counts: what is below 1 is not a server's.
+_COUNTS: Final = ("max_num_batched_tokens", "max_num_seqs", "block_size", "num_gpu_blocks_override")
 _TRANSFERS: Final = ("kv_transfer_config", "ec_transfer_config", "kv_offloading_size")
 _REMEDY: Final = 'give an object with the options of `vllm serve` by their names, such as {"max_num_seqs": 16}'
 
@@ -66,7 +68,7 @@ def options_of(text: str, name: str) -> dict[str, Any]:
     """Read a JSON file with the options of a server; `max-num-seqs` is `max_num_seqs`.
 
     Raises:
-        InputError: no JSON object, or the plugin's own settings at the top.
+        InputError: no JSON object, the plugin's own settings at the top, or a count that is none.
     """
     try:
         found = json.loads(text)
@@ -78,6 +80,10 @@ def options_of(text: str, name: str) -> dict[str, Any]:
     for wrong in (key for key in _OUR_KEYS if key in options):
         remedy = 'put it under {"additional_config": {"afd_dsv4": ...}}, as for vLLM'
         raise InputError(f"config {name!r}", f"has the plugin's own {wrong!r} among the options of vLLM", remedy)
+    for key in _COUNTS:
+        value = options.get(key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise InputError(f"config {name!r}", f"{key} is {reprlib.repr(value)}", "give a whole number of at least 1")
     return options
 
 

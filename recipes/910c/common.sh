@@ -22,8 +22,11 @@ fail() {
 dry_run=0
 native=0
 arguments=()
+new_metrics=0
 read_options() {
     local argument
+    whole SLOTS 1
+    whole AFD_PORT 1
     for argument in "$@"; do
         case $argument in
             --dry-run) dry_run=1 ;;
@@ -32,6 +35,11 @@ read_options() {
             *) arguments+=("$argument") ;;
         esac
     done
+}
+
+# A variable that may be set is a whole number of at least so much.
+whole() {
+    [[ ! -v $1 || (${!1} =~ ^[0-9]{1,9}$ && $((10#${!1})) -ge $2) ]] || fail "$1=${!1}: give a whole number from $2 on"
 }
 
 need() {
@@ -56,10 +64,7 @@ settings() {
 metrics_folder() {
     METRICS_DIR=${METRICS_DIR:-/dev/shm/afd_dsv4_metrics_$1}
     environment+=("PROMETHEUS_MULTIPROC_DIR=$METRICS_DIR")
-    if ((!dry_run)); then
-        mkdir -p "$METRICS_DIR"
-        rm -f -- "$METRICS_DIR"/*.db # of an earlier server
-    fi
+    new_metrics=1
 }
 
 # Everybody's environment.
@@ -112,5 +117,9 @@ launch() {
         return
     fi
     command -v vllm >/dev/null || fail "there is no vllm on the PATH; activate its environment"
+    if ((new_metrics)); then
+        mkdir -p -- "$METRICS_DIR" || fail "cannot make METRICS_DIR=$METRICS_DIR; name another folder"
+        rm -f -- "$METRICS_DIR"/*.db # of an earlier server
+    fi
     exec env "${environment[@]}" vllm serve "${serve[@]}"
 }

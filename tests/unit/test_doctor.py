@@ -210,6 +210,8 @@ def test_of_a_huge_log_begin_and_end_are_read_and_that_is_said(tmp_path: Path) -
         ("[1]", "holds a JSON list"),
         ('{"mode": "colocated"}', "has the plugin's own 'mode' among the options of vLLM"),
         ("[" * 100_000, "is no JSON"),
+        ('{"block-size": "128"}', "block_size is '128'; give a whole number of at least 1"),
+        ('{"max_num_seqs": 0}', "max_num_seqs is 0; give a whole number of at least 1"),
     ],
 )
 def test_a_configuration_that_is_none_is_refused_by_name(text: str, says: str) -> None:
@@ -217,6 +219,36 @@ def test_a_configuration_that_is_none_is_refused_by_name(text: str, says: str) -
         planned.options_of(text, "c.json")
     assert str(error.value).startswith("config 'c.json': ")
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--metrics", ""], "metrics: an empty name was given"),
+        (["--log", ""], "log: an empty name was given"),
+        (["--config", ""], "config: an empty name was given"),
+        (["--stack", "nope"], "stack: 'nope' is unknown; supported are "),
+    ],
+)
+def test_an_input_that_is_none_is_refused_and_all_else_is_printed(
+    tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    found, status, _ = asked(machine(tmp_path, WITH_ASCEND), *arguments, "--model", "flash", "--block-size", "128")
+    assert (status, found["version"]) == (2, 1)
+    assert [error for error in found["errors"] if error.startswith(says)], found["errors"]
+
+
+def test_a_number_that_no_server_has_is_refused_and_all_else_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text(json.dumps({"max_num_batched_tokens": -4}))
+    numbers = ["--model", "flash", "--block-size", "128", "--free-blocks", "6958", "--prompt-tokens", "100"]
+    found, status, _ = asked(machine(tmp_path, WITH_ASCEND), "--config", str(tmp_path / "c.json"), *numbers)
+    assert (status, found["version"]) == (2, 1)
+    assert any("max_num_batched_tokens is -4; give a whole number of at least 1" in e for e in found["errors"])
+
+
+def test_standard_input_is_given_to_one(tmp_path: Path) -> None:
+    done = run(machine(tmp_path, WITH_ASCEND), ["--metrics", "-", "--log", "-"], {}, b"")
+    assert (done.returncode, b"standard input: asked for twice" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("key", [field.name for field in fields(Settings)] + ["fence-timeout-s", "--tile-tokens"])

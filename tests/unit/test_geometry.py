@@ -4,6 +4,7 @@
 
 import itertools
 import json
+import pickle
 
 import pytest
 
@@ -227,3 +228,8 @@ def test_the_number_of_ratios_must_be_the_number_of_layers():
 
 def test_a_config_survives_json():
     assert from_hf_config(json.loads(json.dumps(RELEASED)), "m") == from_hf_config(RELEASED, "m")
+
+
+def test_a_refusal_passes_from_one_process_to_another() -> None:
+    error = pickle.loads(pickle.dumps(InputError("what", "found", "do this")))
+    assert (error.what, error.found, error.remedy, str(error)) == ("what", "found", "do this", "what: found; do this")

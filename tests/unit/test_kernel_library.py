@@ -15,6 +15,7 @@ import pytest
 import afd_dsv4
 from afd_dsv4.compressor.library import ARCHITECTURE, KERNELS, MANIFEST, OPERATORS, find
 from afd_dsv4.geometry import InputError
+from tests import kernels_sweep
 
 
 def folder_of(path: Path, backend: object, architecture: object = "dav-2201") -> Path:
@@ -149,3 +150,29 @@ def test_without_cann_the_build_takes_the_emulation_says_why_and_writes_it_besid
     written = json.loads((tmp_path / "softnpu" / MANIFEST).read_text())
     assert written == {"backend": "emulation", "architecture": "host"}
     assert "KERNELS=cuda is no back end" in configured(tmp_path, "-DKERNELS=cuda").stderr
+
+
+def test_a_folder_that_cannot_be_asked_is_refused_in_one_line():
+    with pytest.raises(InputError, match=r"cannot be read .* name another folder in AFD_DSV4_KERNELS") as error:
+        find({"AFD_DSV4_KERNELS": "x" * 5000})
+    assert len(str(error.value)) < 300
+
+
+def test_a_manifest_without_end_is_refused(tmp_path):
+    folder = folder_of(tmp_path / "a", "ascendc")
+    (folder / MANIFEST).write_text("[" * 200_000)
+    assert "cannot be read" in refused({"AFD_DSV4_KERNELS": str(folder)})
+
+
+@pytest.mark.parametrize("options", [["--jobs", "0"], ["--cases", "0"], ["--seed", "-1"], ["--first", "-1"]])
+def test_a_sweep_of_nothing_is_refused(options, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        kernels_sweep.main(options)
+    assert "--cases and --jobs must be at least 1" in capsys.readouterr().err
+
+
+def test_a_sweep_without_kernels_is_refused_in_one_line(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("AFD_DSV4_KERNELS", str(tmp_path))
+    with pytest.raises(SystemExit, match="2"):
+        kernels_sweep.main(["--no-grid", "--cases", "1"])
+    assert f"{tmp_path} has no libafd_dsv4_kernels.so" in capsys.readouterr().err

@@ -227,7 +227,7 @@ def test_workers_reach_the_page_where_one_api_server_is_alone_with_it() -> None:
     ("recipe", "arguments", "unset", "said"),
     [
         (NODE, (), "MODEL_PATH", "set MODEL_PATH to the folder"),
-        (NODE, ("attention",), None, "takes no attention"),
+        (NODE, ("attention",), None, "takes no argument 'attention'"),
         (NODE, ("--dryrun",), None, "unknown option --dryrun; there are --dry-run and --native"),
         (PRO, ("2",), None, "say which node this is"),
         (PRO, ("0",), "HEAD_IP", "set HEAD_IP to the address of node 0"),
@@ -260,6 +260,26 @@ def test_a_real_launch_runs_what_the_dry_run_printed(tmp_path: Path) -> None:
     assert f"VLLM_PLUGINS={plugins}" in expected
     assert metrics == str(folder)
     assert [*folder.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"SLOTS": "0"}, "SLOTS=0: give a whole number from 1 on"),
+        ({"SLOTS": "x"}, "SLOTS=x: give a whole number from 1 on"),
+        ({"AFD_PORT": "abc"}, "AFD_PORT=abc: give a whole number from 1 on"),
+    ],
+)
+def test_a_variable_that_would_spoil_the_settings_is_refused(variables: dict[str, str], says: str) -> None:
+    done = run(PRO, "--dry-run", "0", **variables)
+    assert (done.returncode, says in done.stderr, done.stdout) == (2, True, "")
+
+
+def test_a_launch_without_vllm_leaves_the_metrics_of_the_running_server(tmp_path: Path) -> None:
+    (tmp_path / "counter_1.db").write_text("of a server that runs")
+    done = run(PRO, "0", METRICS_DIR=str(tmp_path))
+    assert (done.returncode, "there is no vllm on the PATH" in done.stderr) == (2, True)
+    assert (tmp_path / "counter_1.db").exists()
 
 
 def test_scripts_are_clean_for_shellcheck_and_it_sees_a_planted_fault(tmp_path: Path) -> None:

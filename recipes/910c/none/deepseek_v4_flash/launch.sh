@@ -9,7 +9,7 @@
 # shellcheck source=recipes/910c/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../../common.sh"
 read_options "$@"
-((${#arguments[@]} == 0)) || fail "takes no ${arguments[0]}"
+((${#arguments[@]} == 0)) || fail "takes no argument '${arguments[0]}'"
 need MODEL_PATH "the folder of DeepSeek-V4-Flash-w8a8-mtp"
 
 environment=(ASCEND_RT_VISIBLE_DEVICES="${ASCEND_RT_VISIBLE_DEVICES:-0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15}")

@@ -24,7 +24,7 @@ fi
 base_environment "afd,afd_dsv4${MODEL_PLUGIN:+,$MODEL_PLUGIN}"
 network
 environment+=(
-    "HCCL_BUFFSIZE=${HCCL_BUFFSIZE:-4096}" # 2048 has failed at 65,536 tokens
+    "HCCL_BUFFSIZE=${HCCL_BUFFSIZE:-4096}" # afd-plugin: 2048 is too small for 24 attention ranks at 65,536 tokens
     AFD_FORCE_SPAWN_MULTIPROCESSING=1
 )
 

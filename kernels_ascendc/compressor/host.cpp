@@ -31,8 +31,8 @@ struct Refusal {
 
 // Every launch is checked, so that no text is made of what holds.
 void Expect(bool holds, const char* field, int64_t found, std::string_view expected) {
-  if (!holds) throw Refusal{std::string(field) + ": found " + std::to_string(found) + ", expected " +
-                  std::string(expected)};
+  if (!holds)
+    throw Refusal{std::string(field) + ": found " + std::to_string(found) + ", expected " + std::string(expected)};
 }
 
 void ExpectRange(const char* field, int64_t found, int64_t least, int64_t most) {

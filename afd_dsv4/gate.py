@@ -448,7 +448,7 @@ def _against_engine(facts: EngineFacts) -> Iterator[str]:
     if facts.kv_transfer:
         yield _no("KV transfer", facts.kv_transfer, "tails are not transferred; drop the connector")
     if facts.prefix_caching and PREFIX_CACHING not in facts.covers:
-        remedy = "a hit needs a tail that nobody kept (no engine stores checkpoints yet); set --no-enable-prefix-caching"
+        remedy = "a hit needs a tail that nobody kept (no engine stores checkpoints); set --no-enable-prefix-caching"
         yield _no("prefix caching", "on", remedy)
     for what, option, size in (
         ("decode context parallelism", "--decode-context-parallel-size", facts.decode_context_parallel),

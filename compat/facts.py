@@ -61,6 +61,8 @@ def facts_from(vllm_config: Any, platform: type, stack: InstalledStack, verdict:
     hf_config = model.inner("hf_config").call("to_dict").whole(Mapping) or {}
     geometry, geometry_error = _geometry(hf_config)
     afd = _afd(additional, hf_config, stack, unread)
+    device = _device(unread)
+    resolved = _module("vllm_ascend.ascend_config", unread).call("get_ascend_config")
     adapter = ADAPTERS.get((full_name(stack.name, stack.afd) if afd else stack.name) or "")
     return EngineFacts(
         stack=str(stack),
@@ -69,7 +71,7 @@ def facts_from(vllm_config: Any, platform: type, stack: InstalledStack, verdict:
         covers=adapter.covers if adapter else frozenset(),
         drift=_drift(verdict),
         platform=f"{platform.__module__}.{platform.__qualname__}",
-        device=_device(unread),
+        device=device,
         model_type=_text(hf_config.get("model_type")),
         dtype=_dtype(model),
         geometry=geometry,
@@ -86,8 +88,8 @@ def facts_from(vllm_config: Any, platform: type, stack: InstalledStack, verdict:
         sleep_mode=model.read("enable_sleep_mode", bool),
         lora=_lora(config),
         policy=scheduler.read("policy", str),
-        scheduler_cls=_scheduler_cls(scheduler),
-        overlap=_overlap(vllm_config, unread),
+        scheduler_cls=_scheduler_cls(scheduler, resolved.whole(object)),
+        overlap=_overlap(resolved, vllm_config, unread),
         async_scheduling=scheduler.read("async_scheduling", bool),
         speculative_method=speculative.read("method", str),
         speculative_tokens=speculative.read("num_speculative_tokens", int) or 0,
@@ -141,12 +143,17 @@ class _Reader:
         return None
 
     def call(self, name: str) -> _Reader:
-        """A reader of what a function without arguments returns."""
+        """A reader of what a function without arguments returns; one that raises is noted with what it said."""
         function = self._get(name)
         if function is not _MISSING and not callable(function):
             self._note(name)
             function = _MISSING
-        return self._reader(f"{name}()", _MISSING if function is _MISSING else function())
+        try:
+            value = _MISSING if function is _MISSING else function()
+        except Exception as error:  # of another's function, which may raise anything
+            self._note(f"{name}() ({type(error).__name__}: {error})")
+            value = _MISSING
+        return self._reader(f"{name}()", value)
 
     def _reader(self, name: str, value: object) -> _Reader:
         if value is None:
@@ -272,23 +279,22 @@ def _lora(config: _Reader) -> bool | None:
     return None if lora is _MISSING else lora is not None
 
 
-def _scheduler_cls(scheduler: _Reader) -> str | None:
+def _scheduler_cls(scheduler: _Reader, resolved: object) -> str | None:
     """A scheduler by name or class, or vllm-ascend's queue within vLLM's; None for vLLM's own."""
     found = scheduler.optional("scheduler_cls")
     if found is None:
-        return _SHORT_FIRST if _short_first() else None
+        return _SHORT_FIRST if _short_first(resolved) else None
     name = found if isinstance(found, str) else f"{found.__module__}.{found.__qualname__}"
     return None if name in _OWN_SCHEDULERS else name
 
 
-def _short_first() -> bool:
+def _short_first(resolved: object) -> bool:
     """Whether short requests go first, which a vllm-ascend that has it puts into vLLM's scheduler without a name.
 
     `vllm_ascend/ascend_config.py:SchedulerConfig` of 80d8c194f; without asynchronous scheduling, see
     `patch_balance_schedule.py:BalanceScheduler.__init__`.
     """
-    resolve = getattr(sys.modules.get("vllm_ascend.ascend_config"), "get_ascend_config", None)
-    options = getattr(resolve(), "scheduler_config", None) if resolve else None
+    options = getattr(resolved, "scheduler_config", None)
     return bool(getattr(getattr(options, "short_request_first_config", None), "enabled", False))
 
 
@@ -296,14 +302,13 @@ def _device(unread: list[str]) -> Any:
     return _module("vllm_ascend.utils", unread).call("get_ascend_device_type").read("name", str)
 
 
-def _overlap(vllm_config: object, unread: list[str]) -> Any:
+def _overlap(resolved: _Reader, vllm_config: object, unread: list[str]) -> Any:
     """As vllm-ascend has resolved it for this very configuration; its default is on."""
-    ascend = _module("vllm_ascend.ascend_config", unread).call("get_ascend_config")
-    held = ascend.optional("vllm_config")
+    held = resolved.optional("vllm_config")
     if held is not None and held is not vllm_config:
         unread.append("vllm_ascend.ascend_config.get_ascend_config() of this engine")
         return None
-    return ascend.read("multistream_dsv4_dsa_overlap", bool)
+    return resolved.read("multistream_dsv4_dsa_overlap", bool)
 
 
 def _native_tail(additional: Mapping[str, Any]) -> bool:

@@ -176,6 +176,26 @@ def test_options_that_ascend_resolved_for_another_engine_are_not_taken(ascend):
     assert "of this engine" in facts.unread[0]
 
 
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [("vllm_ascend.ascend_config", "get_ascend_config"), ("vllm_ascend.utils", "get_ascend_device_type")],
+)
+def test_a_function_of_ascends_that_raises_is_unread_with_what_it_said_and_refused(
+    module, function, ascend, monkeypatch
+):
+    """As vllm-ascend's own does where it is imported before its configuration is made."""
+
+    def raising() -> None:
+        raise RuntimeError("not initialized, call init_ascend_config first")
+
+    monkeypatch.setattr(sys.modules[module], function, raising)
+    facts = read(configuration(), ascend)
+    told = f"{module}.{function}() (RuntimeError: not initialized, call init_ascend_config first)"
+    assert facts.unread == (told,)
+    decision = decide(Settings(Mode.COLOCATED), facts)
+    assert any(f"cannot read {told}" in reason for reason in decision.reasons)
+
+
 def test_a_stack_without_ascends_modules_is_unread_and_nothing_is_imported(monkeypatch):
     for name in ("vllm_ascend.utils", "vllm_ascend.ascend_config"):
         monkeypatch.delitem(sys.modules, name, raising=False)

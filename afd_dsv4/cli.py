@@ -30,6 +30,7 @@ from typing import Any, NoReturn, TextIO, TypeVar
 from afd_dsv4 import __version__
 from afd_dsv4.admission import GIB, NULL_BLOCKS
 from afd_dsv4.config import DEFAULT_SLOTS, DEFAULT_TILE_TOKENS, LEAST_TILE_TOKENS, Executor
+from afd_dsv4.files import write_whole
 from afd_dsv4.geometry import (
     DEFAULT_STACK,
     MOST,
@@ -421,7 +422,7 @@ def _kernels(options: argparse.Namespace) -> int:
 
 def _write(name: str, text: str, option: str = "out") -> None:
     try:
-        Path(name).write_text(text, encoding="utf-8")
+        write_whole(Path(name), text)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or error
         raise InputError(option, f"cannot write {name!r} ({reason})", "choose another file") from None

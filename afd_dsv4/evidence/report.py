@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from afd_dsv4.files import write_whole
 from afd_dsv4.geometry import InputError
 from afd_dsv4.page import size as size  # for all parts of the run
 
@@ -116,14 +117,6 @@ def write(folder: Path, evidence: dict[str, Any]) -> Path:
     if tuple(evidence) != SECTIONS:
         raise ValueError(f"evidence has sections {list(evidence)}, the schema has {list(SECTIONS)}")
     return write_whole(folder / "evidence.json", json.dumps(strict(evidence), indent=2, allow_nan=False) + "\n")
-
-
-def write_whole(path: Path, text: str) -> Path:
-    """Write a file whole or not at all."""
-    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-    return path
 
 
 def strict(value: Any) -> Any:

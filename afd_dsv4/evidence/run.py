@@ -47,8 +47,8 @@ from afd_dsv4.evidence.report import (
     strict,
     table,
     write,
-    write_whole,
 )
+from afd_dsv4.files import write_whole
 from afd_dsv4.geometry import DEFAULT_STACK, InputError, ModelGeometry, PageLayout, page_layout, preset
 from afd_dsv4.softnpu import launcher, runtime
 from afd_dsv4.workspace import order

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
+"""A file that the commands write is there whole, or as it was."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from afd_dsv4.cli import main
+from afd_dsv4.files import write_whole
+
+PLAN = ["plan", "--model", "flash", "--prompt-tokens", "32768,65536", "--block-size", "128", "--free-blocks", "6958"]
+PLAN += ["--max-num-batched-tokens", "32768"]
+
+
+def test_a_writing_that_breaks_off_leaves_what_was_there_and_nothing_beside_it(tmp_path: Path) -> None:
+    kept = write_whole(tmp_path / "page.html", "the old page")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(kept, "x" * 100_000 + "\ud800")  # a lone surrogate has no UTF-8
+    assert kept.read_text() == "the old page"
+    assert [one.name for one in tmp_path.iterdir()] == ["page.html"]
+    with pytest.raises(UnicodeEncodeError):  # negative control: what Python does by itself
+        kept.write_text("x" * 100_000 + "\ud800", encoding="utf-8")
+    assert kept.read_text() != "the old page"
+
+
+def test_a_link_leads_where_it_led(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "page.html"
+    link.symlink_to(tmp_path / "real" / "page.html")
+    write_whole(link, "new")
+    assert link.is_symlink()
+    assert (tmp_path / "real" / "page.html").read_text() == "new"
+
+
+def test_what_is_no_regular_file_is_written_as_it_is(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(fifo.read_text()))
+    reader.start()
+    write_whole(fifo, "through")
+    reader.join()
+    assert read == ["through"]
+    assert fifo.is_fifo()
+
+
+@pytest.mark.parametrize("options", [[*PLAN, "--html"]], ids=["plan --html"])
+def test_a_command_on_a_full_disk_says_so_and_keeps_the_page_before(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "plan.html"
+    page.write_text("the old page")
+
+    def full(self: Path, text: str, encoding: str | None = None) -> int:
+        with self.open("w") as file:
+            file.write(text[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main([*options, str(page)]) == 2
+    assert "No space left on device" in capfd.readouterr().err
+    assert page.read_text() == "the old page"
+    assert [one.name for one in tmp_path.iterdir()] == ["plan.html"]

@@ -168,15 +168,22 @@ def _gather(additional_config: object, environment: Mapping[str, str]) -> dict[s
     return values
 
 
-def _parse(text: str) -> Any:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice = sorted({key for key, _ in pairs if [other for other, _ in pairs].count(key) > 1})
-        if twice:
-            raise ValueError(f"{', '.join(map(repr, twice))} stands there twice")
-        return dict(pairs)
+def named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object for `json.loads(object_pairs_hook=)`, which by itself keeps the last of two values of one name.
 
+    Raises:
+        ValueError: a name stands there twice.
+    """
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = sorted({key for key, _ in pairs if [other for other, _ in pairs].count(key) > 1})
+        raise ValueError(f"{', '.join(map(repr, twice))} stands there twice")
+    return found
+
+
+def _parse(text: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=once)
+        return json.loads(text, object_pairs_hook=named_once)
     except (ValueError, RecursionError) as error:
         found = f"{reprlib.repr(text)} is no JSON object ({error})"
         raise InputError(CONFIG_VARIABLE, found, 'give one such as {"mode": "afd", "slots": 2}') from None

@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn
 
 from afd_dsv4.compat.adapters import ADAPTERS, full_name
 from afd_dsv4.compat.facts import kernels_here
-from afd_dsv4.config import Mode, Settings, read
+from afd_dsv4.config import Mode, Settings, named_once, read
 from afd_dsv4.doctor.machine import Machine
 from afd_dsv4.gate import (
     ATTENTION,
@@ -71,12 +71,15 @@ def options_of(text: str, name: str) -> dict[str, Any]:
         InputError: no JSON object, the plugin's own settings at the top, or a count that is none.
     """
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=named_once)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"config {name!r}", f"is no JSON ({str(error)[:80]})", _REMEDY) from None
+        raise InputError(f"config {name!r}", f"cannot be read as JSON ({str(error)[:80]})", _REMEDY) from None
     if not isinstance(found, dict):
         raise InputError(f"config {name!r}", f"holds a JSON {type(found).__name__}", _REMEDY)
-    options = {key.lstrip("-").replace("-", "_"): value for key, value in found.items()}
+    try:
+        options = named_once([(key.lstrip("-").replace("-", "_"), value) for key, value in found.items()])
+    except ValueError as error:  # as of max-num-seqs and max_num_seqs
+        raise InputError(f"config {name!r}", f"{error}, under one name or two", _REMEDY) from None
     for wrong in (key for key in _OUR_KEYS if key in options):
         remedy = 'put it under {"additional_config": {"afd_dsv4": ...}}, as for vLLM'
         raise InputError(f"config {name!r}", f"has the plugin's own {wrong!r} among the options of vLLM", remedy)
@@ -207,9 +210,9 @@ class _Options:
         value = self.values.get(name)
         if isinstance(value, str):  # as on a command line
             try:
-                value = json.loads(value)
-            except ValueError:
-                self._refuse(name, value, "a JSON object")
+                value = json.loads(value, object_pairs_hook=named_once)
+            except (ValueError, RecursionError):
+                self._refuse(name, value, "a JSON object, each name in it once")
         if value is not None and not isinstance(value, Mapping):
             self._refuse(name, value, "an object")
         return _Options(value or {}, f"{self._path}{name}.")

@@ -206,10 +206,13 @@ def test_of_a_huge_log_begin_and_end_are_read_and_that_is_said(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "is no JSON"),
+        ("{", "cannot be read as JSON"),
         ("[1]", "holds a JSON list"),
         ('{"mode": "colocated"}', "has the plugin's own 'mode' among the options of vLLM"),
-        ("[" * 100_000, "is no JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
+        ('{"block_size": 128, "block_size": 64}', "'block_size' stands there twice"),
+        ('{"block_size": 128, "block-size": 64}', "'block_size' stands there twice, under one name or two"),
+        ('{"additional_config": {"afd_dsv4": {}, "afd_dsv4": {}}}', "'afd_dsv4' stands there twice"),
         ('{"block-size": "128"}', "block_size is '128'; give a whole number of at least 1"),
         ('{"max_num_seqs": 0}', "max_num_seqs is 0; give a whole number of at least 1"),
     ],

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 """The rules of the Trace Event Format for the parts that `workspace/chrome.py` uses.
 
-Perfetto's own trace processor would be the better judge. Its Python package brings no processor: it downloads one when
-it is first used, which a test must not depend on. So these are the rules that the format documents, and the one that
+Perfetto's own trace processor (`trace_processor.py`) is one reader, takes seconds to ask, and passes over much without
+a word. These are the rules that the format documents, for every reader and every part of a trace, and the one that
 Perfetto adds, without which it drops slices: on a track they nest, to the nanosecond.
 """
 

@@ -203,7 +203,7 @@ step 3 "vLLM 0.23.0 from source, without kernels (30 s)" "$(digest "$here/vllm.t
 step 4 "libraries that the stack imports (1.5 min)" "$(digest "$here/runtime.txt" "$here/lock.txt")" install_runtime
 step 5 "vllm-ascend 0.23.0 and torch-npu 2.13.0 (20 s)" "$(digest "$here/nodeps.txt" "$here/lock.txt")" install_nodeps
 tools_digest=$(digest "$here/tools.txt" "$here/build.txt" "$here/lock.txt" "$root/pyproject.toml")
-step 6 "test tools and afd-dsv4 itself (20 s)" "$tools_digest" install_tools
+step 6 "test tools and afd-dsv4 itself (30 s)" "$tools_digest" install_tools
 [ -d "$root/build/softnpu" ] || rm -f "$stamps/7" # 'make clean' took the build away
 step 7 "software NPU, kernels in emulation (1.5 min)" "$(native_digest)" build_softnpu
 printf 'setup: ready, %s s (Python %s, %s)\n' $((SECONDS - began)) "$version" "$machine"

@@ -17,6 +17,7 @@ from afd_dsv4.workspace.chrome import chrome
 from afd_dsv4.workspace.trace import load
 from tests import pages
 from tests.trace_events import valid
+from tests.trace_processor import Perfetto
 
 pytestmark = [pytest.mark.npu, pytest.mark.vllm_runtime, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -78,6 +79,12 @@ def test_the_run_passes_writes_its_file_and_claims_nothing_about_a_device(tmp_pa
     picture = json.loads((tmp_path / CHROME_FILE).read_text())
     assert picture == json.loads(json.dumps(chrome(recorded.records)))
     assert set(valid(picture)) == {1, 2}  # a track for each slot
+    with Perfetto(picture) as read:
+        assert read.faults() == []
+        slices = dict(read.rows("select category, count(*) as slices from slice where dur > 0 group by category"))
+        assert slices == {"lease": leases, "touch": leases * 63}
+        arrows = sum(event["ph"] == "s" for event in picture["traceEvents"])
+        assert read.rows("select count(*) as arrows from flow") == [(arrows,)]
     page = (tmp_path / PAGE_FILE).read_text(encoding="utf-8")
     assert pages.faults(page) == []
     assert pages.carried(page)["evidence"] == found

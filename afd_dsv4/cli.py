@@ -47,6 +47,7 @@ from afd_dsv4.workspace.trace import Recorded, TraceError, load
 EXIT_VIOLATIONS = 1
 EXIT_BAD_INPUT = 2
 EXIT_READER_LEFT = 141  # what a shell reports for a command that SIGPIPE ended
+LONGEST_WORD = 300  # of an error: what was typed is repeated in it, names of files mostly
 EVIDENCE_TOKENS = (1024, 131072)  # below, no request can be cut behind its first window; above, nothing was measured
 
 
@@ -89,8 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _complain(error: InputError | str) -> None:
     if sys.stderr is None:  # closed before the start; print would take stdout instead
         return
+    words = (word if len(word) <= LONGEST_WORD else f"{word[:80]}...{word[-20:]}" for word in str(error).split())
     try:
-        _print("afd-dsv4: error: " + " ".join(str(error).split()), sys.stderr)  # one line, whatever was typed
+        _print("afd-dsv4: error: " + " ".join(words), sys.stderr)  # one line that can be read, whatever was typed
     except OSError:  # nowhere left to say it; the status still does
         _discard(sys.stderr)
 

@@ -317,3 +317,9 @@ def test_a_closed_output_is_an_error_and_a_closed_error_output_does_not_turn_int
     assert done.stderr == "afd-dsv4: error: standard output: is closed; leave it open, the answer goes there\n"
     done = closed(2, *arguments(block_size="7"))
     assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_an_error_repeats_what_was_typed_only_as_far_as_it_can_be_read(capsys):
+    assert main(["plan", "--model", "flash", "--prompt-tokens", "9" * 5000]) == 2
+    said = capsys.readouterr().err
+    assert f"'{79 * '9'}...{19 * '9'}' is not a whole number" in said

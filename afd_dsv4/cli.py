@@ -371,7 +371,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.html is not None:
         from afd_dsv4.plan_page import page
 
-        _write(options.html, page(plan.document(answers, command)), option="html")
+        _write(options.html, page(plan.document(answers, command)), read=options.model, option="html")
     if len(answers) > 1:
         _answer(json.dumps(plan.document(answers, command), indent=2) if options.json else plan.as_table(answers))
     else:
@@ -389,7 +389,7 @@ def _answer(text: str) -> None:
 def _trace(options: argparse.Namespace) -> int:
     recorded = _recorded(options.file)
     if options.action == "chrome":
-        _write(options.out, json.dumps(chrome(recorded.records)))
+        _write(options.out, json.dumps(chrome(recorded.records)), read=[options.file])
         return 0
     report = check(recorded.records, recorded.header.dropped)
     if options.json:
@@ -422,9 +422,14 @@ def _kernels(options: argparse.Namespace) -> int:
     return status
 
 
-def _write(name: str, text: str, option: str = "out") -> None:
+def _write(name: str, text: str, *, read: Sequence[str] = (), option: str = "out") -> None:
+    """Write an answer to a file, and not over one that it was made from; `read` may hold names of no file, too."""
+    path = Path(name)
     try:
-        write_whole(Path(name), text)
+        if path.is_file() and any(os.path.exists(other) and path.samefile(other) for other in read):  # noqa: PTH110
+            raise InputError(option, f"{name!r} is what was read", "choose another file")
+        # A name that is no UTF-8 may stand in the text.
+        write_whole(path, text.encode("utf-8", "backslashreplace").decode("utf-8"))
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or error
         raise InputError(option, f"cannot write {name!r} ({reason})", "choose another file") from None

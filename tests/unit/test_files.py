@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 from afd_dsv4.cli import main
 from afd_dsv4.files import write_whole
+from afd_dsv4.workspace.trace import save
+from tests.unit.test_cli import FLASH_CONFIG
 
 PLAN = ["plan", "--model", "flash", "--prompt-tokens", "32768,65536", "--block-size", "128", "--free-blocks", "6958"]
 PLAN += ["--max-num-batched-tokens", "32768"]
@@ -66,3 +69,30 @@ def test_a_command_on_a_full_disk_says_so_and_keeps_the_page_before(
     assert "No space left on device" in capfd.readouterr().err
     assert page.read_text() == "the old page"
     assert [one.name for one in tmp_path.iterdir()] == ["plan.html"]
+
+
+def test_a_command_does_not_write_over_what_it_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = Path("own.json")
+    model.write_text(json.dumps(FLASH_CONFIG))
+    (tmp_path / "link.html").symlink_to(tmp_path / "own.json")
+    for page in ("own.json", "./own.json", "link.html"):
+        assert main([*PLAN, "--model", "own.json", "--html", page]) == 2
+        assert f"html: {page!r} is what was read; choose another file" in capfd.readouterr().err
+    assert json.loads(model.read_text()) == FLASH_CONFIG
+    assert main([*PLAN, "--model", "own.json", "--html", "own.html"]) == 0  # negative control
+
+    save(Path("t.jsonl"), [(0, "reset")], 0)
+    before = Path("t.jsonl").read_bytes()
+    assert main(["trace", "chrome", "t.jsonl", "--out", "t.jsonl"]) == 2
+    assert "out: 't.jsonl' is what was read" in capfd.readouterr().err
+    assert Path("t.jsonl").read_bytes() == before
+
+
+def test_a_page_holds_a_name_that_is_no_utf_8(tmp_path: Path) -> None:
+    odd = os.fsdecode(b"odd\xff.json")
+    (tmp_path / odd).write_text(json.dumps(FLASH_CONFIG))
+    assert main([*PLAN, "--model", str(tmp_path / odd), "--html", str(tmp_path / "p.html")]) == 0
+    assert "odd\\udcff.json" in (tmp_path / "p.html").read_text(encoding="utf-8")

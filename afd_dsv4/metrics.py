@@ -14,16 +14,20 @@ that was restarted the new process counts. The front end counts decisions and re
 these are on its page in any case.
 Without the variable a worker writes nothing and says so, once. One that was forked from a process which loaded
 prometheus_client without it cannot write, and says that (`vllm serve` spawns its workers). Metrics that cannot be
-written are given up with a warning; they never end a server.
+written are given up with a warning; they never end a server. That takes care on a full disk: prometheus_client maps
+files of holes, and a store into a hole that finds no room is a signal, which ends the process. So the bytes of a file
+exist before a series of ours is put into it (`_reserve`).
 Not here: figures that the device would have to be asked for. A slot counts as sealed until somebody has seen its fence
-passed, which the next acquire does.
+passed, which the next acquire does. The files of other metrics, vLLM's own, are as prometheus_client makes them.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Protocol
@@ -42,6 +46,11 @@ PREFIX: Final = "afd_dsv4_"
 VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 #: Keeps series of workers that were marked dead (prometheus_client.multiprocess.mark_process_dead) off the page.
 _GAUGE_MODE: Final = "livemostrecent"
+#: What prometheus_client gives a new file, and doubles when it is full (prometheus_client/mmap_dict.py).
+_FILE_BYTES: Final = 1 << 16
+#: More than one series of ours takes in a file, the longest reason included.
+_ROOM: Final = 1 << 12
+_LONGEST_REASON: Final = 200  # a character is 12 bytes at most
 UNUSED: Final = "unused"
 #: Exceptions from here are ours; each that comes out of a forward ends its engine.
 _OURS: Final = __name__.partition(".")[0] + "."
@@ -246,8 +255,16 @@ class Notices:
                 )
 
 
+#: By labels, which runtime of this process has their gauges: the one that came last.
+_owners: Final[dict[tuple[str, str], int]] = {}
+_numbers: Final = itertools.count()
+
+
 class WorkerMetrics:
     """Writes the metrics of one worker.
+
+    Two of the same labels in one process share their series: counters are the sum of both, gauges those of the one
+    that came last. The other leaves them alone from then on, also when it ends.
 
     Args:
         runtime: of the worker.
@@ -261,6 +278,8 @@ class WorkerMetrics:
     def __init__(self, runtime: Runtime, engine: int, rank: int) -> None:
         self._runtime = runtime
         self._labels = {"engine": str(engine), "rank": str(rank)}
+        self._who = str(engine), str(rank)
+        self._number = _owners[self._who] = next(_numbers)
         self._off = False
         shapes, seqs, slots = runtime.shapes, runtime.store.max_num_seqs, len(runtime.arena.slots)
         self._pages = [shapes[kind.ratio].layers * shapes[kind.ratio].tail_pages for kind in runtime.pools]
@@ -316,17 +335,20 @@ class WorkerMetrics:
         self._off = True
         try:
             self._put([*self._last[: len(_COUNTED)], *[0.0] * (len(self._last) - len(_COUNTED))])
-            for gauge, _ in self._constant:
+            for gauge, _ in self._constant if self._owns_gauges() else ():
                 gauge.set(0)
         except Exception as error:
             self._give_up(error)
 
     def _child(self, metric: Metric, **labels: str) -> Any:
-        return _made()[metric.name].labels(**self._labels, **labels)
+        return _series(metric, **self._labels, **labels)
+
+    def _owns_gauges(self) -> bool:
+        return _owners[self._who] == self._number
 
     def _put(self, values: list[float]) -> None:
         last = self._last
-        for place, value in enumerate(values):
+        for place, value in enumerate(values if self._owns_gauges() else values[: len(_COUNTED)]):
             if value != last[place]:
                 self._write[place](value - last[place] if place < len(_COUNTED) else value)
         self._last = values
@@ -394,7 +416,7 @@ def decided(decision: Decision) -> None:
     """Count what the gate said to a configuration that asked for a mode."""
     try:
         verdict = "on" if decision.active else "refused" if decision.refused else "off"
-        _made()[DECISIONS.name].labels(mode=decision.requested.value, verdict=verdict).inc()
+        _series(DECISIONS, mode=decision.requested.value, verdict=verdict).inc()
         for reason in decision.reasons if decision.refused else ():
             _refuse("configuration", reason)
     except Exception as error:
@@ -414,13 +436,50 @@ def request_refused(reason: str) -> None:
 
 
 def _refuse(what: str, sentence: str) -> None:
-    _made()[REFUSALS.name].labels(what=what, reason=sentence.partition(":")[0]).inc()
+    _series(REFUSALS, what=what, reason=sentence.partition(":")[0][:_LONGEST_REASON]).inc()
 
 
 def _state(slot: Any) -> str:
     """Of a slot's last lease, without asking the device."""
     lease = slot.quarantined or slot.lease or slot.last
     return str(lease.state.value) if lease else UNUSED
+
+
+def _series(metric: Metric, **labels: str) -> Any:
+    """One series, in a file whose bytes exist."""
+    made = _made()[metric.name]
+    _reserve("counter" if metric.counts else f"gauge_{_GAUGE_MODE}")
+    return made.labels(**labels)
+
+
+def _reserve(kind: str) -> None:
+    """Give this process's file of a kind its bytes, with room for one more series; without such files, do nothing.
+
+    prometheus_client takes a file as long as it finds it, and makes it twice as long when it is full: so does this,
+    one series earlier.
+
+    Raises:
+        OSError: there is no room. A file that was not there before is not left, because one of no bytes would break
+            the page.
+    """
+    from prometheus_client import values
+
+    if values.ValueClass is values.MutexValue:
+        return
+    name = os.path.join(os.environ[VARIABLE], f"{kind}_{os.getpid()}.db")  # noqa: PTH118
+    file = os.open(name, os.O_RDWR | os.O_CREAT, 0o666)  # as prometheus_client; not to append, or glibc cannot
+    try:
+        held = os.fstat(file).st_size
+        size = max(held, _FILE_BYTES)
+        (used,) = struct.unpack("i", os.pread(file, 4, 0).ljust(4, b"\0"))
+        try:
+            os.posix_fallocate(file, 0, size if used + _ROOM <= size else 2 * size)
+        except OSError:
+            if not held:
+                os.unlink(name)  # noqa: PTH108
+            raise
+    finally:
+        os.close(file)
 
 
 @functools.cache

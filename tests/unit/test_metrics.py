@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.mmap_dict import mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -147,6 +149,142 @@ def test_a_folder_that_is_not_there_ends_no_worker(tmp_path: Path) -> None:
         "assert metrics.of_worker(Runtime(), lambda: (0, 0)) is None"
     )
     assert "metrics are given up: FileNotFoundError" in spawn(tmp_path / "absent", "-c", program).stderr
+
+
+# Files whose bytes exist: a store into a hole of a file on a full disk is SIGBUS, which ends the process.
+
+
+def holes(folder: Path) -> dict[str, int]:
+    """By file, how many of its bytes the disk has promised nobody."""
+    found = {path.name: path.stat() for path in folder.iterdir()}
+    return {
+        name: stat.st_size - 512 * stat.st_blocks for name, stat in found.items() if stat.st_size > 512 * stat.st_blocks
+    }
+
+
+def test_the_files_of_a_worker_have_no_holes(tmp_path: Path) -> None:
+    worker(tmp_path, 0, 0, 3)
+    assert len([*tmp_path.glob("*.db")]) == 2
+    assert holes(tmp_path) == {}
+    (tmp_path / "planted").touch()
+    os.truncate(tmp_path / "planted", 1 << 16)
+    assert holes(tmp_path) == {"planted": 1 << 16}
+
+
+REFUSING = """
+from afd_dsv4 import metrics
+for number in range(600):
+    metrics.request_refused(f"reason {number:03} {'x' * 500}: what was found")
+"""
+
+
+def test_a_file_that_grows_has_its_bytes_first_and_loses_none(tmp_path: Path) -> None:
+    """Each series is more than 200 bytes, so 600 of them are more than the first 64 KiB."""
+    spawn(tmp_path, "-c", REFUSING)
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_size > 1 << 16
+    assert holes(tmp_path) == {}
+    reasons = {f"reason {number:03} {'x' * 500}"[:200] for number in range(600)}
+    assert page(tmp_path) == {key("refusals_total", what="request", reason=reason): 1 for reason in reasons}
+
+
+def test_the_room_that_is_reserved_is_more_than_the_longest_series_takes() -> None:
+    label = "\U0001f600" * metrics._LONGEST_REASON
+    for metric in metrics.METRICS:
+        values = [label if name == "reason" else "x" * 40 for name in metric.labels]
+        text = mmap_key(metric.full_name, metric.full_name, list(metric.labels), values, metric.text)
+        assert 4 + len(text.encode()) + 8 + 16 < metrics._ROOM, metric
+
+
+FULL = """
+import errno, os, sys
+if len(sys.argv) > 1:
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.posix_fallocate = full
+from afd_dsv4 import metrics
+from tests.metrics_worker import Runtime
+assert metrics.of_worker(Runtime(), lambda: (0, 0)) is None
+metrics.request_refused("streaming input: no")
+"""
+GIVEN_UP = "afd-dsv4: metrics are given up: OSError: [Errno 28] No space left on device\n"
+
+
+def test_without_room_metrics_are_given_up_once_and_the_page_still_reads(tmp_path: Path) -> None:
+    assert spawn(tmp_path, "-c", FULL, "planted").stderr == GIVEN_UP
+    assert page(tmp_path) == {}
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_disk_that_is_really_full_ends_no_process(tmp_path: Path) -> None:
+    """A file system of 64 KiB, most of them taken, in a mount namespace of its own."""
+    script = 'mount -t tmpfs -o size=64k none "$0" && head -c 57344 /dev/zero >"$0/filler" && exec "$@"'
+    inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, str(tmp_path)]
+    if not shutil.which("unshare") or subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no such case: nobody may mount here")
+    done = subprocess.run(
+        [*inside, sys.executable, "-c", FULL], cwd=ROOT, env={**os.environ, metrics.VARIABLE: str(tmp_path)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, GIVEN_UP)
+
+
+# Several of one process.
+
+FORKS = """
+import os
+from afd_dsv4 import metrics
+from tests.metrics_worker import Runtime
+metrics.request_refused("streaming input: no")
+if os.fork() == 0:
+    runtime = Runtime()
+    written = metrics.of_worker(runtime, lambda: (0, 0))
+    for step in range(3):
+        runtime.step(f"r{step}")
+        runtime.device.run()
+        written.step()
+    metrics.request_refused("streaming input: no")
+else:
+    assert os.wait()[1] == 0
+    metrics.request_refused("streaming input: no")
+"""
+
+
+def test_counters_of_a_process_and_of_one_that_it_forked_add_up(tmp_path: Path) -> None:
+    spawn(tmp_path, "-c", FORKS)
+    found = page(tmp_path)
+    assert found[key("refusals_total", what="request", reason="streaming input")] == 3
+    assert found[key("leases_total", engine="0", rank="0")] == 3
+    assert found[key("executor", engine="0", rank="0", executor="stock")] == 1
+    assert len([*tmp_path.glob("counter_*.db")]) == 2
+    assert holes(tmp_path) == {}
+
+
+TWO = """
+from afd_dsv4 import metrics
+from tests.metrics_worker import Runtime
+first, second = Runtime(), Runtime()
+of_first = metrics.of_worker(first, lambda: (0, 0))
+first.step("a", "b", "c")
+of_first.step()
+of_second = metrics.of_worker(second, lambda: (0, 0))
+second.step("d")
+of_second.step()
+first.device.run()
+first.step("e")
+of_first.step()
+of_first.close()
+"""
+
+
+def test_two_engines_of_one_process_add_their_counters_and_the_last_has_the_gauges(tmp_path: Path) -> None:
+    spawn(tmp_path, "-c", TWO)
+    found, mine = page(tmp_path), {"engine": "0", "rank": "0"}
+    assert found[key("leases_total", **mine)] == 2 + 1
+    assert found[key("tail_requests", state="used", **mine)] == 1
+    assert found[key("tail_requests", state="free", **mine)] == SEQS - 1
+    assert found[key("slots", state="sealed", **mine)] == 1
+    assert found[key("executor", executor="stock", **mine)] == 1
 
 
 class Noted:

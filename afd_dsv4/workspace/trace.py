@@ -5,9 +5,10 @@
 Problem: a race leaves wrong numbers behind and no word about where it was; to find it takes the order of a few calls
 that are long gone.
 Way: one tuple per call in a bounded ring, cheap enough to be left on, and a file of JSON lines that is read back
-strictly. The records and their fields are those of `FIELDS`. Numbers of events, streams, leases, workspace slots, seats
-and staging entries are whole; parts and steps are strings, whole numbers, enums or tuples of those. In a file an enum
-is its value. The ring loses its beginning, never its end.
+strictly: its header says how many records follow, so a file that was cut off is none. The records and their fields
+are those of `FIELDS`. Times and numbers of events, streams, leases, workspace slots, seats and staging entries are
+whole, of 64 bits; parts and steps are strings, whole numbers, enums or tuples of those. In a file an enum is its value.
+The ring loses its beginning, never its end.
 Not here: any judgement (`order.py`), any picture (`chrome.py`).
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import reprlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +32,7 @@ Record = tuple[Any, ...]
 """`(ns, op, *fields)`; ns of `time.perf_counter_ns`, as near as is known."""
 
 FORMAT = "afd-dsv4 trace"
-VERSION = 1
+VERSION = 2  # 1 did not say how many records it has
 KINDS = ("live", "dummy", "profile", "capture")
 NESTING = 8  # of parts and steps; what the arena writes has 2
 
@@ -116,10 +118,12 @@ class Header:
     """First line of a file.
 
     Attributes:
+        records: how many the file has.
         dropped: records that came before those of the file.
         about: whatever the writer wanted to say: versions, device, seed.
     """
 
+    records: int
     dropped: int
     about: Mapping[str, Any]
 
@@ -136,6 +140,10 @@ def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _long(value: object) -> bool:
+    return _whole(value) and -(1 << 63) <= value < 1 << 63  # type: ignore[operator]
+
+
 def _hashable(value: object, depth: int = 0) -> bool:
     if isinstance(value, tuple):
         return depth < NESTING and all(_hashable(item, depth + 1) for item in value)
@@ -143,7 +151,7 @@ def _hashable(value: object, depth: int = 0) -> bool:
 
 
 _Shape = tuple[str, Callable[[Any], bool]]  # what a field must be, in words and as a test
-_INT: _Shape = ("a whole number", _whole)
+_INT: _Shape = ("a whole number of 64 bits", _long)
 _TEXT: _Shape = ("a string", lambda value: isinstance(value, str))
 _FLAG: _Shape = ("true or false", lambda value: isinstance(value, bool))
 _KIND: _Shape = (f"one of {', '.join(KINDS)}", lambda value: value in KINDS)
@@ -152,7 +160,10 @@ _PARTS: _Shape = (
     "a list of strings, whole numbers and lists of those",
     lambda value: isinstance(value, tuple) and _hashable(value),
 )
-_SEATS: _Shape = ("a list of whole numbers", lambda value: isinstance(value, tuple) and all(map(_whole, value)))
+_SEATS: _Shape = (
+    "a list of whole numbers of 64 bits",
+    lambda value: isinstance(value, tuple) and all(map(_long, value)),
+)
 
 FIELDS: dict[str, dict[str, _Shape]] = {
     "acquire": {"lease": _INT, "slot": _INT, "execution": _TEXT, "kind": _KIND},
@@ -193,10 +204,12 @@ def save(path: Path | str, records: Sequence[Record], dropped: int = 0, about: M
         TraceError: a record, or `about`, has no place in such a file.
         OSError: the file cannot be written.
     """
+    names = {"format": FORMAT, "version": VERSION, "records": len(records), "dropped": dropped}
     try:
-        header = json.dumps({"format": FORMAT, "version": VERSION, "dropped": dropped, "about": dict(about or {})})
+        header = json.dumps({**names, "about": dict(about or {})}, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise TraceError("about", f"is not JSON ({error})", "use strings, numbers, lists and dicts only") from None
+        remedy = "use strings, finite numbers, lists and dicts only"
+        raise TraceError("about", f"is not JSON ({error})", remedy) from None
     rows = [plain(record) for record in records]
     for number, record in enumerate(rows):
         _check(record, f"record {number}", "record what FIELDS names")
@@ -218,21 +231,36 @@ def load(path: Path | str) -> Recorded:
         if first is None:
             raise TraceError("line 1", "the file is empty", "give a file that Trace.save wrote")
         header = _header(*first)
-        return Recorded(header, tuple(_record(where, line) for where, line in lines))
+        records = tuple(_record(where, line) for where, line in lines)
+        if len(records) != header.records:
+            raise TraceError("line 1", f"says {header.records} records, and {len(records)} follow", _EDITED)
+        return Recorded(header, records)
+
+
+_EDITED = "the file was cut off or edited; save the trace again"
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise OverflowError(text)
+    return value
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    remedy = "the file was cut off or edited; save the trace again"
     for number, line in enumerate(file, start=1):
         where = f"line {number}"
         try:
-            yield where, json.loads(line.decode("utf-8"))
+            yield where, json.loads(line.decode("utf-8"), parse_float=_finite, parse_constant=_finite)
         except UnicodeDecodeError as error:
-            raise TraceError(where, f"is not UTF-8 ({error.reason} at byte {error.start})", remedy) from None
+            raise TraceError(where, f"is not UTF-8 ({error.reason} at byte {error.start})", _EDITED) from None
         except json.JSONDecodeError as error:
-            raise TraceError(where, f"is not JSON ({error})", remedy) from None
+            raise TraceError(where, f"is not JSON ({error})", _EDITED) from None
+        except OverflowError as error:
+            raise TraceError(where, f"holds {_short(str(error))}, which is no finite number", _EDITED) from None
         except (RecursionError, ValueError):  # ValueError: Python's own limit for numbers
-            raise TraceError(where, "is nested too deep, or holds a number with thousands of digits", remedy) from None
+            found = "is nested too deep, or holds a number with thousands of digits"
+            raise TraceError(where, found, _EDITED) from None
 
 
 def _header(where: str, found: Any) -> Header:
@@ -240,16 +268,20 @@ def _header(where: str, found: Any) -> Header:
         raise TraceError(where, f"is {_short(found)}, not the header of a trace", "give a file that Trace.save wrote")
     version = found.get("version")
     if not _whole(version) or version != VERSION:
-        raise TraceError(where, f"is a trace of version {_short(version)}", f"this release reads version {VERSION}")
-    if set(found) != {"format", "version", "dropped", "about"}:
-        names = ", ".join(map(_short, found))
-        raise TraceError(where, f"the header has {names}", "it has format, version, dropped and about, and no more")
-    dropped, about = found["dropped"], found["about"]
-    if not _whole(dropped) or dropped < 0:
-        raise TraceError(where, f"dropped is {_short(dropped)}", "it must be a whole number from 0")
+        remedy = (
+            f"this release reads version {VERSION}; save the trace again, or read it with the release that wrote it"
+        )
+        raise TraceError(where, f"is a trace of version {_short(version)}", remedy)
+    if set(found) != {"format", "version", "records", "dropped", "about"}:
+        names, remedy = ", ".join(map(_short, found)), "it has format, version, records, dropped and about, and no more"
+        raise TraceError(where, f"the header has {names}", remedy)
+    for name in ("records", "dropped"):
+        if not _long(found[name]) or found[name] < 0:
+            raise TraceError(where, f"{name} is {_short(found[name])}", "it must be a whole number from 0, of 64 bits")
+    about = found["about"]
     if not isinstance(about, dict):
         raise TraceError(where, f"about is {_short(about)}", "it must be an object")
-    return Header(dropped, about)
+    return Header(found["records"], found["dropped"], about)
 
 
 def _record(where: str, found: Any) -> Record:
@@ -262,8 +294,8 @@ def _record(where: str, found: Any) -> Record:
 
 
 def _check(record: Record, where: str, remedy: str) -> None:
-    if len(record) < 2 or not _whole(record[0]):
-        raise TraceError(where, f"does not begin with a time and an op ({_short(record)})", remedy)
+    if len(record) < 2 or not _long(record[0]):
+        raise TraceError(where, f"does not begin with a time of 64 bits and an op ({_short(record)})", remedy)
     shapes = FIELDS.get(record[1]) if isinstance(record[1], str) else None
     if shapes is None:
         raise TraceError(where, f"has the unknown op {_short(record[1])}", f"known are {', '.join(FIELDS)}")

@@ -139,7 +139,7 @@ def test_a_file_holds_every_op_and_gives_the_same_records_back(tmp_path: Path) -
     path = saved(tmp_path / "trace.jsonl", STORY, 12, {"device": "model", "seed": 3})
     recorded = load(path)
     assert list(recorded.records) == STORY
-    assert recorded.header == Header(12, {"device": "model", "seed": 3})
+    assert recorded.header == Header(len(STORY), 12, {"device": "model", "seed": 3})
     lines = Path(path).read_text().splitlines()
     assert json.loads(lines[0])["format"] == "afd-dsv4 trace"
     assert len(lines) == 1 + len(STORY)
@@ -152,7 +152,7 @@ def test_a_trace_saves_what_it_keeps(tmp_path: Path) -> None:
     trace.save(tmp_path / "trace.jsonl", {"seed": 1})
     recorded = load(tmp_path / "trace.jsonl")
     assert list(recorded.records) == trace.records()
-    assert recorded.header == Header(trace.dropped, {"seed": 1})
+    assert recorded.header == Header(len(trace.records()), trace.dropped, {"seed": 1})
 
 
 class Colour(enum.Enum):
@@ -195,11 +195,35 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, record: Any,
 
 
 def test_about_must_be_json(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"about: is not JSON .*; use strings, numbers, lists and dicts only"):
+    with pytest.raises(TraceError, match=r"about: is not JSON .*; use strings, finite numbers, lists and dicts only"):
         save(tmp_path / "trace.jsonl", [], about={"what": {1}})
+    with pytest.raises(TraceError, match=r"about: is not JSON .*; use strings, finite numbers, lists and dicts only"):
+        save(tmp_path / "trace.jsonl", [], about={"what": float("nan")})
 
 
-HEADER = json.dumps({"format": "afd-dsv4 trace", "version": 1, "dropped": 0, "about": {}})
+@pytest.mark.parametrize("kept", range(len(STORY)))
+def test_a_file_that_was_cut_off_at_any_line_is_no_trace(tmp_path: Path, kept: int) -> None:
+    """Cut behind its first touches a trace with violations would be a clean one."""
+    path = Path(saved(tmp_path / "trace.jsonl", STORY))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[: 1 + kept]))
+    with pytest.raises(TraceError) as error:
+        load(path)
+    assert str(error.value) == f"line 1: says 19 records, and {kept} follow; {CUT_OFF}"
+    path.write_text("".join([*lines, lines[-1]]))
+    with pytest.raises(TraceError, match="says 19 records, and 20 follow"):
+        load(path)
+
+
+def test_a_time_at_either_end_of_what_is_read_can_be_drawn(tmp_path: Path) -> None:
+    records = [(-(1 << 63), "acquire", 1, 0, "e", "live"), ((1 << 63) - 1, "seal", 1, True)]
+    valid(chrome(load(saved(tmp_path / "trace.jsonl", records)).records))
+    for beyond in (1 << 63, -(1 << 63) - 1):
+        with pytest.raises(TraceError, match="does not begin with a time of 64 bits"):
+            save(tmp_path / "trace.jsonl", [(beyond, "reset")])
+
+
+HEADER = json.dumps({"format": "afd-dsv4 trace", "version": 2, "records": 1, "dropped": 0, "about": {}})
 AT = "starting at: line 1 column 4 (char 3)"
 CUT_OFF = "the file was cut off or edited; save the trace again"
 MALFORMED: dict[str, tuple[str | bytes, str]] = {
@@ -207,10 +231,22 @@ MALFORMED: dict[str, tuple[str | bytes, str]] = {
     "no header": ('[0,"reset"]\n', "line 1: is [0, 'reset'], not the header of a trace; give a file that Trace.save"),
     "null": ("null\n", "line 1: is None, not the header of a trace"),
     "another format": ('{"format":"else"}\n', "line 1: is {'format': 'else'}, not the header of a trace"),
-    "another version": (HEADER.replace("1", "2"), "line 1: is a trace of version 2; this release reads version 1"),
-    "no version": (HEADER.replace("1", "true"), "line 1: is a trace of version True; this release reads version 1"),
-    "too much": (HEADER[:-1] + ', "x": 1}', "'x'; it has format, version, dropped and about, and no more"),
-    "too little": (HEADER.replace(', "about": {}', ""), "line 1: the header has 'format', 'version', 'dropped'; it"),
+    "another version": (
+        HEADER.replace("2", "1").replace(' "records": 1,', ""),
+        "line 1: is a trace of version 1; this release reads version 2; save the trace again, or read it with the",
+    ),
+    "no version": (HEADER.replace("2", "true"), "line 1: is a trace of version True; this release reads version 2"),
+    "too much": (HEADER[:-1] + ', "x": 1}', "'x'; it has format, version, records, dropped and about, and no more"),
+    "too little": (
+        HEADER.replace(', "about": {}', ""),
+        "line 1: the header has 'format', 'version', 'records', 'dropped'; it has",
+    ),
+    "records": (HEADER.replace(": 1", ": 1.0"), "line 1: records is 1.0; it must be a whole number from 0"),
+    "not a number": (HEADER.replace("{}", '{"x": NaN}'), "line 1: holds 'NaN', which is no finite number"),
+    "infinity": (HEADER.replace("{}", '{"x": -Infinity}'), "line 1: holds '-Infinity', which is no finite number"),
+    "too large": (HEADER.replace("{}", '{"x": 1e999}'), "line 1: holds '1e999', which is no finite number"),
+    "far time": (HEADER + f'\n[1{"0" * 320},"reset"]', "line 2: does not begin with a time of 64 bits and an op"),
+    "far slot": (HEADER + f'\n[0,"acquire",1,1{"0" * 30},"e","live"]', "it must be a whole number of 64 bits"),
     "dropped": (HEADER.replace(": 0", ": -1"), "line 1: dropped is -1; it must be a whole number from 0"),
     "about": (HEADER.replace("{}", "[]"), "line 1: about is []; it must be an object"),
     "cut off": (HEADER + '\n[0,"rese', f"line 2: is not JSON (Unterminated string {AT}); {CUT_OFF}"),
@@ -219,9 +255,9 @@ MALFORMED: dict[str, tuple[str | bytes, str]] = {
     "deep": (HEADER + "\n" + "[" * 100_000, "line 2: is nested too deep"),
     "digits": (HEADER + "\n[" + "9" * 5000 + "]", "line 2: is nested too deep, or holds a number with thousands of"),
     "object": (HEADER + '\n{"op":"reset"}', "line 2: is {'op': 'reset'}, not a list; a record is [ns, op, fields...]"),
-    "no time": (HEADER + '\n["reset"]', "line 2: does not begin with a time and an op (('reset',))"),
-    "odd time": (HEADER + '\n[0.5,"reset"]', "line 2: does not begin with a time and an op"),
-    "no op": (HEADER + "\n[0]", "line 2: does not begin with a time and an op"),
+    "no time": (HEADER + '\n["reset"]', "line 2: does not begin with a time of 64 bits and an op (('reset',))"),
+    "odd time": (HEADER + '\n[0.5,"reset"]', "line 2: does not begin with a time of 64 bits and an op"),
+    "no op": (HEADER + "\n[0]", "line 2: does not begin with a time of 64 bits and an op"),
     "odd op": (HEADER + "\n[0,[1]]", "line 2: has the unknown op (1,); known are acquire, map"),
     "unknown op": (HEADER + '\n[0,"reset"]\n[0,"rest"]', "line 3: has the unknown op 'rest'; known are acquire, map"),
     "too few": (HEADER + '\n[0,"record",1]', "line 2: record has 1 fields; it takes 2: event, stream"),
@@ -394,10 +430,10 @@ def test_the_picture_is_written_to_a_file(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["check", "absent"], "trace: cannot read 'absent' (No such file or directory); give a file that Trace.save"),
+        (["check", "absent"], "trace: cannot read 'absent' (No such file or directory); give a trace, such as build/"),
         (["check", "a\0b"], "trace: cannot read"),
-        (["check", "."], "trace: '.' is not a regular file; give a file"),
-        (["check", "fifo"], "trace: 'fifo' is not a regular file; give a file"),
+        (["check", "."], "trace: '.' is not a regular file; give a trace"),
+        (["check", "fifo"], "trace: 'fifo' is not a regular file; give a trace"),
         (["check", "broken"], "trace 'broken', line 2: has the unknown op 'rest'; known are acquire"),
         (["chrome", "broken", "--out", "picture"], "trace 'broken', line 2: has the unknown op 'rest'"),
         (["chrome", "good", "--out", "absent/picture"], "out: cannot write 'absent/picture' (No such file"),

@@ -100,6 +100,11 @@ began=$SECONDS
 mkdir -p "$root/build"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check install --no-compile --progress-bar off -c "$here/lock.txt")
 
+# built LINE: how far make or ninja has come by the last line of the log, from LINE on, that says so: " [ 45%]".
+built() {
+    tail -n "+$1" "$log" | sed -n 's|^\(\[ *[0-9]*%\]\) .*| \1|p; s|^\(\[[0-9]*/[0-9]*\]\) .*| \1|p' | tail -n 1
+}
+
 # step NUMBER "TITLE (usual time)" HASH COMMAND...: runs the command unless its stamp holds the hash; shows that time
 # passes.
 step() {
@@ -121,7 +126,7 @@ step() {
         sleep 0.2
         if [ $((SECONDS - shown)) -ge 20 ]; then
             shown=$SECONDS
-            printf '        %s s\n' $((SECONDS - start))
+            printf '        %s s%s\n' $((SECONDS - start)) "$(built $((before + 3)))"
         fi
     done
     if ! wait "$pid"; then

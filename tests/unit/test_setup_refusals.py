@@ -3,7 +3,7 @@
 """tests/environment/setup.sh on a machine that will not do: status 2, one error with its remedy, and nothing written.
 
 The script runs in a folder of its own, with a PATH of links to the real tools; what the machine lacks is left out, or
-is a small program in its place.
+is a small program in its place. And what it shows while it builds.
 """
 
 import shutil
@@ -140,3 +140,25 @@ def test_a_compiler_that_is_too_old_is_refused(machine):
 def test_a_full_disk_is_refused(machine):
     put(machine[1], "df", "echo Filesystem; echo disk 10000 9000 1000 90% /")
     assert "found:  1000 MiB free at the checkout" in refused(machine)
+
+
+def built(tmp_path, log, line):
+    """What the script shows of the build beside the seconds."""
+    script = (ENVIRONMENT / "setup.sh").read_text(encoding="utf-8")
+    code = script[script.index("built() {") : script.index("# step NUMBER")]
+    (tmp_path / "log").write_text(log, encoding="utf-8")
+    command = ["bash", "-euo", "pipefail", "-c", f"log=log\n{code}\nprintf '%s' \"$(built {line})\""]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+@pytest.mark.parametrize(
+    ("log", "line", "shown"),
+    [
+        ("[ 4%] Building CXX\n[ 45%] Building CXX object a.o\nIn file included from b\n", 1, " [ 45%]"),
+        ("[11/80] Building CXX\n[12/80] Building CXX object a.o\nwarning: [x] [99%]\n", 1, " [12/80]"),
+        ("[100%] Built target of an earlier run\n===== [7/7] software NPU\nCollecting torch\n", 2, ""),
+        ("", 1, ""),
+    ],
+)
+def test_how_far_a_build_has_come_is_shown_and_of_other_steps_nothing(tmp_path, log, line, shown):
+    assert built(tmp_path, log, line) == shown

@@ -123,6 +123,8 @@ class Bar:
         text: what it amounts to, written above its right end.
         strong: whether a new group of bars begins here.
         start: what lies left of it, as in a waterfall.
+        heading: of the group that begins here, written above it.
+        mark: where a line crosses the bar: what there is, where the bar is what is wanted.
     """
 
     label: str
@@ -130,9 +132,18 @@ class Bar:
     text: str
     strong: bool = False
     start: float = 0
+    heading: str = ""
+    mark: float | None = None
 
 
-def bars(name: str, title: str, description: str, rows: Sequence[Bar], legend: Sequence[tuple[int, str]] = ()) -> Html:
+def bars(
+    name: str,
+    title: str,
+    description: str,
+    rows: Sequence[Bar],
+    legend: Sequence[tuple[int, str]] = (),
+    marks: str = "",
+) -> Html:
     """Horizontal bars from one origin.
 
     Args:
@@ -141,12 +152,17 @@ def bars(name: str, title: str, description: str, rows: Sequence[Bar], legend: S
         description: what it shows, in words.
         rows: the bars, from above.
         legend: what the colours mean, where there is more than one.
+        marks: what the lines across the bars mean, where there are some.
     """
-    longest = max((bar.start + sum(length for _, length in bar.parts) for bar in rows), default=0) or 1
+    ends = [bar.start + sum(length for _, length in bar.parts) for bar in rows]
+    longest = max([*ends, *(bar.mark or 0 for bar in rows)], default=0) or 1
     drawn: list[Html] = []
     top = 0.0
     for bar in rows:
         top += 10 if bar.strong and drawn else 0
+        if bar.heading:
+            drawn.append(_text(0, top + 12, bar.heading, strong=True))
+            top += 20
         drawn.append(_text(0, top + 12, bar.label))
         drawn.append(_text(WIDTH, top + 12, bar.text, anchor="end"))
         left = bar.start / longest * WIDTH
@@ -159,8 +175,11 @@ def bars(name: str, title: str, description: str, rows: Sequence[Bar], legend: S
                     tag("rect", x=_at(left), y=_at(top + 17), width=_at(width), height=12, class_=f"f{colour}")
                 )
             left += width
+        if bar.mark is not None:
+            at = _at(min(max(bar.mark / longest * WIDTH, 1.0), WIDTH - 1.0))  # the whole line inside the picture
+            drawn.append(tag("line", x1=at, x2=at, y1=_at(top + 16), y2=_at(top + 32), class_="mark"))
         top += 34
-    return join([_legend(legend), _svg(name, title, description, top or 1, drawn)])
+    return join([_legend(legend, marks), _svg(name, title, description, top or 1, drawn)])
 
 
 @dataclass(frozen=True)
@@ -276,15 +295,19 @@ def _svg(name: str, title: str, description: str, height: float, drawn: Iterable
     return tag("svg", *words, *drawn, viewBox=box, role="img", aria_labelledby=f"{name}-title {name}-desc")
 
 
-def _text(x: float, y: float, words: str, *, anchor: str | None = None, quiet: bool = False) -> Html:
-    return tag("text", words, x=_at(x), y=_at(y), text_anchor=anchor, class_="quiet" if quiet else None)
+def _text(
+    x: float, y: float, words: str, *, anchor: str | None = None, quiet: bool = False, strong: bool = False
+) -> Html:
+    looks = "quiet" if quiet else "strong" if strong else None
+    return tag("text", words, x=_at(x), y=_at(y), text_anchor=anchor, class_=looks)
 
 
-def _legend(names: Sequence[tuple[int, str]]) -> Html:
-    if not names:
-        return Html("")
-    entries = (tag("li", tag("span", class_=f"swatch b{number}", aria_hidden="true"), name) for number, name in names)
-    return tag("ul", *entries, class_="legend")
+def _legend(names: Sequence[tuple[int, str]], marks: str = "") -> Html:
+    entries = [tag("li", tag("span", class_=f"swatch b{number}", aria_hidden="true"), name) for number, name in names]
+    if marks:
+        line = tag("line", x1=6, x2=6, y1=0, y2=14, class_="mark")
+        entries.append(tag("li", tag("svg", line, viewBox="0 0 12 14", class_="sign", aria_hidden="true"), marks))
+    return tag("ul", *entries, class_="legend") if entries else Html("")
 
 
 def _line_legend(names: Iterable[tuple[int, str, str]]) -> Html:
@@ -339,6 +362,8 @@ figcaption{font-weight:600;margin-bottom:8px}
 svg{display:block;width:100%;max-width:470px;height:auto}
 svg text{font:12px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink)}
 svg text.quiet{fill:var(--soft);font-size:11px}
+svg text.strong{font-weight:600}
+.mark{stroke:var(--ink);stroke-width:2}
 .grid{stroke:var(--rule);stroke-width:1}
 .track{fill:var(--paper);stroke:var(--rule)}
 .edge{stroke:var(--panel);stroke-width:.5}
@@ -347,6 +372,7 @@ polyline,.key line{fill:none;stroke-width:2}
 .legend li{display:flex;align-items:center;gap:6px}
 .swatch{width:12px;height:12px;border-radius:2px;display:inline-block;flex:none}
 .key{width:28px;height:10px;flex:none}
+.sign{width:12px;height:14px;flex:none}
 .scroll{overflow:auto;margin:14px 0 18px;max-width:100%;max-height:36rem}
 thead th{position:sticky;top:0;background:var(--paper)}figure thead th{background:var(--panel)}
 .scroll:focus-visible,summary:focus-visible{outline:2px solid var(--link);outline-offset:2px}

@@ -53,7 +53,7 @@ def evidence(device: Source = Source.SOFTNPU, tokens: int = 32768) -> dict[str, 
             *("native_state_payload", "native_state_padding", "native_state_allocated_for_32768_tokens"),
             *("plugin_tails", "plugin_spares", "plugin_lists", "plugin_tables", "plugin_staging", "plugin_host"),
             *("plugin_tails_spares_staging_lists", "plugin_held_by_the_allocator", "activations_peak", "device_peak"),
-            *("tail_bytes_per_request", "slot_bytes"),
+            *("tail_bytes_per_request", "slot_bytes", "native_state_unused_of_allocated"),
         )
     }
     scaling = [
@@ -91,11 +91,19 @@ def evidence(device: Source = Source.SOFTNPU, tokens: int = 32768) -> dict[str, 
         "admission": {
             "source": "plan",
             "scenarios": [
-                {"scenario": name, "prompts": [next(primes)], "max_num_seqs": seqs, "native": side(), "plugin": side()}
-                for name, seqs in (("published", 16), ("packed_batch", 128))
+                {
+                    "scenario": name,
+                    "prompts": [next(primes) for _ in range(count)],
+                    "max_num_seqs": seqs,
+                    "budget_bytes": next(primes) << 20,
+                    "native": {**side(), "prompts_started": 0},
+                    "plugin": side(),
+                }
+                for name, seqs, count in (("published", 16, 1), ("one_32k_prompt", 128, 1), ("packed_batch", 128, 4))
             ],
             "engine": {
                 "prompt": next(primes),
+                "blocks": {"native": next(primes), "plugin": next(primes)},
                 "steps_waited": {"native": count(unit="steps"), "plugin": count(unit="steps")},
                 "tokens": count(unit="tokens"),
                 "tokens_that_differ": count(unit="tokens"),

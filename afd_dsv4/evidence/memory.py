@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -62,6 +62,19 @@ def planned(sizes: WorkspaceSizes) -> dict[str, int]:
         "staging": sizes.staging_bytes,
         "host": sizes.host_bytes,
     }
+
+
+def unused(geometry: ModelGeometry, layout: PageLayout, by_group: Mapping[str, int], block_bytes: int) -> int:
+    """Bytes of native's state blocks in which no page of the state lies.
+
+    A block id takes the same bytes in every KV group, as many as the largest group of layers needs for its attention
+    and indexer pages; the groups of the state fill the pages of their own layers.
+    """
+    empty = 0
+    for group, ratio in (("c4_state", 4), ("c128_state", 128)):
+        pages = sum(layout.page_bytes(each.kind) for each in geometry.compressors if each.kind.ratio == ratio)
+        empty += by_group[group] * (block_bytes - pages)
+    return empty
 
 
 def scale(

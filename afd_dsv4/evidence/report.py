@@ -40,6 +40,13 @@ TRACE_FILE = "trace.jsonl"
 CHROME_FILE = "trace.json"  # the same as a picture
 PAGE_FILE = "report.html"
 
+#: Whose report the free blocks of a scenario are from, and with them the memory that both sides get.
+POOLS = {
+    "published": "vllm-ascend#15204",
+    "one_32k_prompt": "vllm-ascend#9543",
+    "packed_batch": "vllm-ascend#9543",
+}
+
 
 class Source(str, enum.Enum):
     """Where a figure comes from."""

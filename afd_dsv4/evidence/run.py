@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from afd_dsv4.evidence.page import render
 from afd_dsv4.evidence.report import (
     CHROME_FILE,
     PAGE_FILE,
+    POOLS,
     SECTIONS,
     TRACE_FILE,
     Check,
@@ -59,6 +60,7 @@ from afd_dsv4.workspace.trace import Record, Trace
 if TYPE_CHECKING:
     import torch
 
+    from afd_dsv4.evidence.engine import Contention
     from afd_dsv4.evidence.rows import Comparison
     from afd_dsv4.evidence.tokens import TokenReport
 
@@ -629,15 +631,22 @@ def _tokens(run: Run) -> None:
 
 def _admission(run: Run, scheduler: SchedulerProcess) -> None:
     """Item a: what the real scheduler does, natively and with the plugin, from the same budget."""
+    from afd_dsv4.evidence import memory
+
     with run.part(6, "admission: the real vLLM scheduler with vllm-ascend's KV groups"):
         lengths = [entry["tokens"] for entry in run.evidence["batch"]["requests"]]
         found = admission_evidence(scheduler, geometry=run.geometry, batch=lengths, block_size=BLOCK_SIZE, slots=SLOTS)
         run.evidence["admission"] = {"source": Source.PLAN.value, "scenarios": found}
+        said = ""
         for row in found:
+            pool = _pool(row)
+            if pool != said:
+                print(f"      {pool}", flush=True)
+            said = pool
             name = f"admission: {row['scenario']}, {row['max_num_seqs']} requests"
             native, plugin = row["native"], row["plugin"]
-            waits = f"needs {native['blocks_needed']:,} of {native['free_blocks']:,}"
-            takes = f"needs {plugin['blocks_needed']:,} of {plugin['free_blocks']:,}"
+            waits = f"needs {native['blocks_needed']:,} of {native['free_blocks']:,} free"
+            takes = f"needs {plugin['blocks_needed']:,} of {plugin['free_blocks']:,} free"
             if row["scenario"] != "packed_batch" or run.tokens == FULL_TOKENS:  # a smaller batch may well fit natively
                 run.check(f"{name}, native", not native["admitted"], "not admitted", waits)
             run.check(f"{name}, plugin", plugin["admitted"], "admitted", takes)
@@ -659,7 +668,7 @@ def _admission(run: Run, scheduler: SchedulerProcess) -> None:
                 f"{side} {words}, starts {row[side]['prompts_started']} of {len(row['prompts'])} prompts at once"
                 for side, words in (("native", waits), ("plugin", takes))
             ]
-            print(f"      {name[11:]}: {'; '.join(sides)}", flush=True)
+            print(f"        {name[11:]}: {'; '.join(sides)}", flush=True)
             text = f"{row['scenario'].replace('_', ' ')}, room for {row['max_num_seqs']} requests: blocks needed / free"
             run.summary.append(
                 (
@@ -679,7 +688,11 @@ def _admission(run: Run, scheduler: SchedulerProcess) -> None:
         one = next(row for row in found if row["scenario"] == "one_32k_prompt")["native"]
         blocks = one["by_group"]["c4_state"] + one["by_group"]["c128_state"]
         allocated = blocks * one["block_bytes"]
-        run.evidence["memory"]["native_state_allocated_for_32768_tokens"] = figure(allocated, "bytes", Source.PLAN)
+        empty = memory.unused(run.geometry, run.layout, one["by_group"], one["block_bytes"])
+        run.evidence["memory"].update(
+            native_state_allocated_for_32768_tokens=figure(allocated, "bytes", Source.PLAN),
+            native_state_unused_of_allocated=figure(empty, "bytes", Source.PLAN),
+        )
         run.summary.append(("compressor state of 32,768 tokens, as allocated", size(allocated), "", "plan"))
 
 
@@ -734,16 +747,29 @@ def _engine(run: Run) -> None:
             "tokens": figure(found.tokens, "tokens", run.source),
             "tokens_that_differ": figure(found.mismatched, "tokens", run.source),
         }
-        print(
-            f"      a prompt of {found.prompt:,} tokens waits {native} steps natively ({found.blocks[0]} blocks), "
-            f"{plugin} with the plugin ({found.blocks[1]} blocks, tails and slots beside); "
-            f"{found.mismatched} of {found.tokens} tokens differ",
-            flush=True,
-        )
+        print(f"      {_waits(found)}", flush=True)
         run.summary += [
             (f"real engine, a prompt of {found.prompt:,}: steps it waits", str(native), str(plugin), run.source.value),
             ("  tokens that differ", "", f"{found.mismatched} of {found.tokens}", run.source.value),
         ]
+
+
+def _pool(row: Mapping[str, Any]) -> str:
+    """The memory that both sides of a scenario get, and whose report it is from."""
+    return (
+        f"both sides from {size(row['budget_bytes'])}, the memory of the {row['native']['free_blocks']:,} blocks that "
+        f"{POOLS[row['scenario']]} reports free, and of the null block; tails and slots of the plugin come out of it"
+    )
+
+
+def _waits(found: Contention) -> str:
+    """How long the real engine lets the long prompt wait."""
+    (theirs, ours), (native, plugin) = found.blocks, found.waited
+    return (
+        f"a prompt of {found.prompt:,} tokens waits {native} steps natively, where there are {theirs:,} blocks in all, "
+        f"and {plugin} with the plugin, where there are {ours:,} and the same bytes hold tails and slots, too; "
+        f"{found.mismatched} of {found.tokens} tokens differ"
+    )
 
 
 def _performance(run: Run) -> None:

@@ -14,6 +14,7 @@ from afd_dsv4.evidence.page import render
 from afd_dsv4.evidence.report import SECTIONS, Source
 from tests import pages
 from tests.evidence_world import TRACE, evidence
+from tests.pages import Element
 
 
 def walk(value: Any, pointer: str) -> Iterator[tuple[str, Any]]:
@@ -39,7 +40,7 @@ def test_every_figure_of_the_file_is_in_the_page_with_its_source(page) -> None:
         for figure in cell.all("data"):
             cells.setdefault(figure.attributes["data-path"], []).append(cell)
     found = list(walk(document, "/evidence"))
-    assert len(found) == 57
+    assert len(found) == 58
     for place, figure in found:
         assert cells[f"{place}/value"]
         for cell in cells[f"{place}/value"]:
@@ -96,6 +97,142 @@ def test_the_page_says_where_it_ran_the_command_and_what_failed(page) -> None:
     assert "2 of 3 named by the checker" in words
 
 
+def part(page: str, name: str) -> Element:
+    (found,) = (p for p in pages.read(page)[0].all("section") if p.attributes["aria-labelledby"] == name)
+    return found
+
+
+def test_the_answer_stands_above_the_points_and_says_each_figure_with_its_place(page) -> None:
+    document = pages.carried(page)["evidence"]
+    assert page.index('id="short"') < page.index('id="points"')
+    short = part(page, "short")
+    first, second, third, last = (sentence.text for sentence in short.all("li"))
+    # Of the scenarios, the one that wants the most blocks natively: figures of the world only grow.
+    at = 2
+    row = document["admission"]["scenarios"][at]
+    assert row["native"]["blocks_needed"] == max(
+        each["native"]["blocks_needed"] for each in document["admission"]["scenarios"]
+    )
+    native, plugin = row["native"], row["plugin"]
+    assert f"it wants {native['blocks_needed']:,} blocks where {native['free_blocks']:,} are free" in first
+    assert f"{0} of 4 start in step 1" in first
+    assert f"it wants {plugin['blocks_needed']:,} where {plugin['free_blocks']:,} are free" in first
+    rows, tokens = document["parity"]["rows_total"], document["parity"]["tokens"]["free_running"]
+    for name in ("compressed", "compressed_different", "tail", "tail_different"):
+        assert f" {rows[name]['value']:,}" in second
+    assert f"Of {tokens['decided']:,} tokens compared with" in second
+    assert f"{tokens['mismatches']:,} differ." in second
+    assert f"a prompt of {document['admission']['engine']['prompt']:,} tokens" in third
+    assert "the 7 points: 2 pass, 2 fail, 3 not shown here; 1 of 2 checks passed." in last
+    assert "Not shown here: what point 1 asks for (1); what point 4 asks for (4); what point 7 asks for (7)." in last
+    assert ("Nothing of this ran on Ascend hardware." in last) == (document["stack"]["device"] != "npu")
+    assert {figure.attributes["data-path"] for figure in short.all("data")} == {
+        *(f"/evidence/admission/scenarios/{at}/prompts/{number}" for number in range(4)),
+        *(f"/evidence/admission/scenarios/{at}/{key}" for key in ("max_num_seqs", "budget_bytes")),
+        *(
+            f"/evidence/admission/scenarios/{at}/{side}/{key}"
+            for side in ("native", "plugin")
+            for key in ("blocks_needed", "free_blocks")
+        ),
+        "/evidence/batch/tokens",
+        *(f"/evidence/parity/rows_total/{name}/value" for name in rows),
+        *(f"/evidence/parity/tokens/free_running/{key}" for key in ("decided", "mismatches")),
+        "/evidence/admission/engine/prompt",
+        *(f"/evidence/admission/engine/steps_waited/{side}/value" for side in ("native", "plugin")),
+        *(f"/evidence/admission/engine/{key}/value" for key in ("tokens", "tokens_that_differ")),
+    }
+
+
+def test_a_prompt_of_which_nothing_starts_on_an_empty_server_never_starts() -> None:
+    world = evidence()
+    world["admission"]["scenarios"] = world["admission"]["scenarios"][:1]
+    world["admission"]["scenarios"][0]["plugin"]["prompts_started"] = 1
+    page = render(world)
+    assert "are free and never starts. With the plugin" in part(page, "short").text
+    assert "are free and starts in step 1. So says" in part(page, "short").text
+
+
+def test_the_bars_of_admission_have_a_line_at_the_free_blocks_and_say_what_starts() -> None:
+    world = evidence()
+    (picture,) = part(render(world), "admission").all("figure")
+    rows = world["admission"]["scenarios"]
+    sides = [(row, row[side]) for row in rows for side in ("native", "plugin")]
+    longest = max(max(side["blocks_needed"], side["free_blocks"]) for _, side in sides)
+    (drawing,) = (svg for svg in picture.all("svg") if svg.attributes.get("role") == "img")
+    lines = [line for line in drawing.all("line") if line.attributes["class"] == "mark"]
+    assert [float(line.attributes["x1"]) for line in lines] == [
+        pytest.approx(min(360 * side["free_blocks"] / longest, 359), abs=0.01) for _, side in sides
+    ]
+    texts = [text.text for text in drawing.all("text")]
+    for row, side in sides:
+        started, asked = side["prompts_started"], len(row["prompts"])
+        said = (
+            f"{started:,} of {asked} start in step 1"
+            if asked > 1
+            else "starts in step 1"
+            if started
+            else "never starts"
+        )
+        assert f"{side['blocks_needed']:,} of {side['free_blocks']:,} free: {said}" in texts
+    assert [text.text for text in drawing.all("text") if text.attributes.get("class") == "strong"] == [
+        "Reported prompt, room for 16 requests",
+        "32K prompt, room for 128 requests",
+        "Packed batch of this run, room for 128 requests",
+    ]
+    assert "free blocks" in picture.all("ul")[0].text
+
+
+def test_admission_says_what_each_scenario_is_and_where_its_memory_is_from() -> None:
+    world = evidence()
+    admission = part(render(world), "admission")
+    told = [item.text for item in admission.all("ul")[0].all("li")]
+    for row, words, report in zip(
+        world["admission"]["scenarios"],
+        told,
+        ("vllm-ascend#15204", "vllm-ascend#9543", "vllm-ascend#9543"),
+        strict=True,
+    ):
+        assert f": {', '.join(f'{length:,}' for length in row['prompts'])} tokens in one batch" in words
+        assert f"in {row['budget_bytes'] / 2**30:.2f} GiB. That is" in words
+        assert f"the {row['native']['free_blocks']:,} blocks that {report} reports free" in words
+
+
+def test_the_blocks_of_the_real_engine_are_those_that_there_are_not_those_that_it_wants() -> None:
+    rows = [
+        [cell.text for cell in (*row.all("th"), *row.all("td"))]
+        for row in part(render(evidence()), "admission").all("tr")
+    ]
+    engine = evidence()["admission"]["engine"]
+    assert ["native: blocks that there are, in all", f"{engine['blocks']['native']:,}"] in rows
+    assert not [row for row in rows if row[0].startswith("blocks")]
+
+
+def test_point_seven_says_how_long_the_prompt_of_the_real_engine_is() -> None:
+    world = evidence()
+    drawn = [p for p in part(render(world), "points").all("div") if p.attributes.get("class") == "point"]
+    figures = {figure.attributes["data-path"] for figure in drawn[6].all("data")}
+    assert "/evidence/admission/engine/prompt" in figures
+    assert "/evidence/batch/tokens/value" not in figures
+    assert "/evidence/batch/tokens" in figures
+
+
+def test_the_three_parts_of_the_allocation_are_named_where_the_batch_is_that_of_the_allocation() -> None:
+    memory = evidence()["memory"]
+    whole = part(render(evidence()), "memory").all("p")[0]
+    names = ("payload", "padding", "unused_of_allocated", "allocated_for_32768_tokens")
+    assert [json.loads(figure.attributes["value"]) for figure in whole.all("data")] == [
+        memory[f"native_state_{name}"]["value"] for name in names
+    ]
+    assert "pages that no state uses are" not in part(render(evidence(tokens=4096)), "memory").text
+
+
+def test_the_device_of_the_tokens_is_named_as_torchs_word() -> None:
+    world = evidence()
+    world["parity"]["tokens"]["device"] = "npu"
+    words = part(render(world), "parity").text
+    assert "device, as torch names it: the software NPU answers to npu, toonpu" in words
+
+
 def test_the_waterfall_is_as_long_as_its_bytes() -> None:
     root, _ = pages.read(render(evidence(), TRACE))
     memory = evidence()["memory"]
@@ -104,11 +241,11 @@ def test_the_waterfall_is_as_long_as_its_bytes() -> None:
         (picture,) = (p for p in root.all("svg") if p.all("title") and p.all("title")[0].text == title)
         return [(float(r.attributes["x"]), float(r.attributes["width"])) for r in picture.all("rect")]
 
-    names = ("native_state_payload", "native_state_padding", "native_state_allocated_for_32768_tokens")
-    payload, padding, allocated = (memory[name]["value"] for name in names)
+    names = ("payload", "padding", "unused_of_allocated", "allocated_for_32768_tokens")
+    payload, padding, unused, allocated = (memory[f"native_state_{name}"]["value"] for name in names)
     bounded = memory["plugin_tails_spares_staging_lists"]["value"]
-    longest = max(payload + padding, allocated, bounded)
-    expected = [(0, payload), (payload, padding), (0, allocated), (0, bounded)]
+    longest = max(payload + padding + unused, allocated, bounded)
+    expected = [(0, payload), (payload, padding), (payload + padding, unused), (0, allocated), (0, bounded)]
     for (x, width), (start, length) in zip(rectangles("Compressor state of the batch"), expected, strict=True):
         assert x == pytest.approx(360 * start / longest, abs=0.01)
         assert width == pytest.approx(360 * length / longest, abs=0.01)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from afd_dsv4.evidence.report import SECTIONS, Source, Verdict, figure, forget, prepare, size, table, write
-from afd_dsv4.geometry import InputError
+from afd_dsv4.evidence.report import POOLS, SECTIONS, Source, Verdict, figure, forget, prepare, size, table, write
+from afd_dsv4.geometry import InputError, page_layout, preset
 
 
 def evidence(**changed: object) -> dict[str, object]:
@@ -119,6 +119,49 @@ def test_a_point_without_a_check_fails() -> None:
 
     run = run_with(Source.SOFTNPU, {name: True for name in ALL if name != "memory"})
     assert {point.number for point in _points(run) if point.verdict is Verdict.FAIL} == {4}
+
+
+def test_native_allocates_payload_padding_and_pages_that_no_state_uses() -> None:
+    from afd_dsv4.evidence.memory import unused
+
+    geometry, layout = preset("flash"), page_layout("vllm-ascend-0.23.0", 128)
+    # 32,768 tokens, in pages of 8 rows of C4 (attention pages of 128 KiB, indexer pages of 16,640 bytes) and of 32 of
+    # C128; 43 layers, of which 21 have C4 and 20 C128. A block has room for the 22 layers of the largest KV group.
+    attention, indexer = 128 * 512 * 2, 16_640
+    block = 22 * (attention + indexer)
+    assert block == 3_249_664  # as the real vLLM says
+    c4, c128 = 32_768 // 8, 32_768 // 32
+    payload = 32_768 * 4 * (21 * 2 * 2 * 512 + 21 * 2 * 2 * 128 + 20 * 2 * 512)
+    padding = c4 * 21 * ((attention - 8 * 8192) + (indexer - 8 * 2048)) + c128 * 20 * (attention - 32 * 4096)
+    empty = c4 * (attention + indexer) + c128 * (2 * attention + 22 * indexer)
+    assert (payload, padding, empty) == (9_730_785_280, 5_659_164_672, 1_248_329_728)
+    assert payload + padding + empty == (c4 + c128) * block
+    assert unused(geometry, layout, {"c4_state": c4, "c128_state": c128}, block) == empty
+
+
+def test_what_is_printed_of_admission_says_how_much_memory_and_of_which_report() -> None:
+    from afd_dsv4.evidence.run import _pool
+
+    row = {"scenario": "one_32k_prompt", "budget_bytes": 5012 * 3_249_664, "native": {"free_blocks": 5011}}
+    assert _pool(row).startswith(
+        "both sides from 15.17 GiB, the memory of the 5,011 blocks that vllm-ascend#9543 reports"
+    )
+
+
+def test_every_scenario_of_the_admission_has_its_report() -> None:
+    from afd_dsv4.compat.harness import SCENARIOS
+
+    assert {scenario.name for scenario in SCENARIOS} | {"packed_batch"} == {*POOLS}
+
+
+def test_what_is_printed_of_the_real_engine_says_of_how_many_blocks_there_are() -> None:
+    from afd_dsv4.evidence.engine import Contention
+    from afd_dsv4.evidence.run import _waits
+
+    assert _waits(Contention(4096, (765, 707), (10, 0), 40, 0)) == (
+        "a prompt of 4,096 tokens waits 10 steps natively, where there are 765 blocks in all, and 0 with the plugin, "
+        "where there are 707 and the same bytes hold tails and slots, too; 0 of 40 tokens differ"
+    )
 
 
 def test_only_a_run_that_begins_forgets_the_one_before(tmp_path: Path) -> None:

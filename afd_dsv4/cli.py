@@ -436,7 +436,7 @@ def _write(name: str, text: str, *, read: Sequence[str] = (), option: str = "out
 
 
 def _recorded(name: str) -> Recorded:
-    remedy = "give a file that Trace.save wrote"
+    remedy = "give a trace, such as build/evidence/trace.jsonl, which `make demo` writes"
     try:
         if stat.S_ISREG(Path(name).stat().st_mode):  # others may never answer, a FIFO without a writer for one
             return load(name)

@@ -21,11 +21,12 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO, TypeVar
+from typing import Any, Final, NoReturn, TextIO, TypeVar
 
 from afd_dsv4 import __version__
 from afd_dsv4.admission import GIB, NULL_BLOCKS
@@ -39,6 +40,7 @@ from afd_dsv4.geometry import (
     from_hf_config,
     page_layout,
     preset,
+    preset_name,
 )
 from afd_dsv4.workspace.chrome import chrome
 from afd_dsv4.workspace.order import Report, check
@@ -47,6 +49,7 @@ from afd_dsv4.workspace.trace import Recorded, TraceError, load
 EXIT_VIOLATIONS = 1
 EXIT_BAD_INPUT = 2
 EXIT_READER_LEFT = 141  # what a shell reports for a command that SIGPIPE ended
+MODEL_HELP = "preset, also by a name such as deepseek-ai/DeepSeek-V4-Flash, or a Hugging Face config.json"
 LONGEST_WORD = 300  # of an error: what was typed is repeated in it, names of files mostly
 EVIDENCE_TOKENS = (1024, 131072)  # below, no request can be cut behind its first window; above, nothing was measured
 
@@ -56,6 +59,13 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise InputError("command line", message, f"see {self.prog} --help")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuses what is left over where it was read, so that the remedy names the help of that command."""
+        found, left = super().parse_known_args(args, namespace)
+        if left:
+            self.error(f"unrecognized arguments: {' '.join(left)}")
+        return found, left
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Prints help and version; argparse's own way is silent about a write that failed."""
@@ -147,13 +157,21 @@ def _parser() -> argparse.ArgumentParser:
         "--block-size: every combination is then a row of one table.",
     )
     plan.add_argument(
-        "--model", required=True, type=_models, metavar="flash|pro|CONFIG.json", help="preset, or a Hugging Face config"
+        "--model",
+        required=True,
+        type=_models,
+        metavar="flash|pro|CONFIG.json",
+        help=MODEL_HELP,
     )
     plan.add_argument(
-        "--prompt-tokens", required=True, type=_list(_count), metavar="N[,N]", help="tokens of the prompt"
+        "--prompt-tokens", required=True, type=_long_list(_count), metavar="N[,N]", help="tokens of the prompt"
     )
     plan.add_argument(
-        "--max-num-batched-tokens", required=True, type=_list(_count), metavar="N[,N]", help="most tokens of a step"
+        "--max-num-batched-tokens",
+        required=True,
+        type=_long_list(_count),
+        metavar="N[,N]",
+        help="most tokens of a step",
     )
     plan.add_argument(
         "--block-size", required=True, type=_list(_count), metavar="32|64|128", help="vLLM's --block-size"
@@ -161,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     memory = plan.add_mutually_exclusive_group()
     memory.add_argument(
         "--free-blocks",
-        type=_list(_count_or_zero),
+        type=_long_list(_count_or_zero),
         metavar="N[,N]",
         help="free KV blocks, the same for both sides: num_gpu_blocks of the server's log, less 1",
     )
@@ -279,7 +297,7 @@ def _add_doctor(commands: Any) -> None:
     doctor.add_argument("--log", metavar="FILE", help="what the server writes; - for standard input")
     doctor.add_argument("--config", metavar="FILE", help="JSON object with options of `vllm serve`, by their names")
     doctor.add_argument("--json", action="store_true", help="machine-readable answer")
-    doctor.add_argument("--model", metavar="flash|pro|CONFIG.json", help="preset, or a Hugging Face config")
+    doctor.add_argument("--model", metavar="flash|pro|CONFIG.json", help=MODEL_HELP)
     doctor.add_argument("--prompt-tokens", type=_count, metavar="N", help="tokens of the prompt that waits")
     doctor.add_argument("--max-num-batched-tokens", type=_count, metavar="N", help="most tokens of a step")
     doctor.add_argument("--block-size", type=_count, metavar="32|64|128", help="that was asked for")
@@ -455,6 +473,10 @@ def _report_as_json(report: Report, recorded: Recorded) -> dict[str, Any]:
     return {**document, "about": recorded.header.about}
 
 
+#: A name there, and no path of a file that is not there: those end in .json, or have more than one folder.
+_HUGGING_FACE: Final = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*(?<!\.json)", re.ASCII)
+
+
 def _model(wanted: str) -> ModelGeometry:
     if wanted in ("flash", "pro"):
         return preset(wanted)
@@ -462,7 +484,7 @@ def _model(wanted: str) -> ModelGeometry:
     remedy = "give flash, pro or the path of a config.json"
     if not wanted:  # for Path this is the current directory
         raise InputError("model", "nothing was given", remedy)
-    text = ""
+    text, name = "", preset_name(wanted) if _HUGGING_FACE.fullmatch(wanted) else None
     try:
         mode = path.stat().st_mode
         if stat.S_ISREG(mode):  # others may never answer, a FIFO without a writer for one
@@ -470,6 +492,8 @@ def _model(wanted: str) -> ModelGeometry:
     except UnicodeDecodeError:
         raise InputError("model", f"{wanted} is not a text file", remedy) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        if name and isinstance(error, FileNotFoundError):
+            return preset(name)
         raise InputError(
             "model", f"cannot read {wanted!r} ({getattr(error, 'strerror', None) or error})", remedy
         ) from None
@@ -493,7 +517,35 @@ _Value = TypeVar("_Value")
 
 def _list(one: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:
     """Values with commas between them, each once."""
-    return lambda text: tuple(dict.fromkeys(one(part) for part in text.split(",")))
+
+    def read(text: str) -> tuple[_Value, ...]:
+        parts = text.split(",")
+        for part in parts[1:]:
+            if re.match(r"0\d", part):  # the end of 1,024 or, where decimals have a comma, of 21,0618
+                raise argparse.ArgumentTypeError(
+                    f"{text!r} has {part!r} behind a comma, which is for lists only; write thousands without it, and "
+                    "decimals with a point"
+                )
+        return tuple(dict.fromkeys(one(part) for part in parts))
+
+    return read
+
+
+def _long_list(one: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:
+    """The same for values that are seldom below 1,000: what may be one number with a comma in it is refused."""
+    values = _list(one)
+
+    def read(text: str) -> tuple[_Value, ...]:
+        found = re.search(r"(?:^|,)([1-9]\d{0,2}),(\d{3})(?=,|$)", text)
+        if found:
+            high, low = found.groups()
+            raise argparse.ArgumentTypeError(
+                f"{text!r} may mean {high}{low}, which is written without a comma, or {high} and {low}, which are "
+                f"written with a space, '{high}, {low}'"
+            )
+        return values(text)
+
+    return read
 
 
 def _models(text: str) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ operator limits, `csrc/attention/compressor/op_host` of vllm-ascend.
 from __future__ import annotations
 
 import enum
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -215,9 +216,14 @@ def from_hf_config(config: Mapping[str, Any], name: str) -> ModelGeometry:
     Raises:
         InputError: a missing or impossible value.
     """
+    # What is missing from another model's config is no matter of that config.
     model_type = config.get("model_type", "deepseek_v4")
     if model_type != "deepseek_v4":
-        raise InputError(f"{name}: model_type", _short(model_type), "only deepseek_v4 models have these compressors")
+        found = f"{_short(model_type)}, so this is no DeepSeek-V4 config.json"
+        raise InputError(f"{name}: model_type", found, "only deepseek_v4 models have these compressors")
+    if not {"model_type", "compress_ratios", "layer_types"} & set(config):
+        found = "missing, and compress_ratios too, so this is no DeepSeek-V4 config.json"
+        raise InputError(f"{name}: model_type", found, "give the config.json of a deepseek_v4 model")
     num_layers = _read(config, "num_hidden_layers", name, most=MOST_LAYERS)
     num_nextn = _read(config, "num_nextn_predict_layers", name, default=0, least=0, most=MOST_LAYERS)
     head_dim = _read(config, "head_dim", name)
@@ -260,6 +266,12 @@ def preset(name: str) -> ModelGeometry:
         ratios = (128, 128) + (4, 128) * 29 + (4,)
         return ModelGeometry("pro", 7168, 61, ratios, num_nextn_layers=1)
     raise InputError("model preset", repr(name), "choose flash or pro, or give the path of a config.json")
+
+
+def preset_name(model: str | None) -> str | None:
+    """The preset that a model's name says it is, such as deepseek-ai/DeepSeek-V4-Flash; None where it says none."""
+    found = re.search(r"deepseek-?v4(?!\.?\d)[^/]*?(flash|pro)(?![a-z])", model or "", re.IGNORECASE)
+    return found[1].lower() if found else None
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,18 @@ from afd_dsv4.admission import GIB
 from afd_dsv4.compat.stack import release
 from afd_dsv4.config import DEFAULT_SLOTS, Executor, Mode
 from afd_dsv4.doctor import logs, machine, metrics, planned, queue
-from afd_dsv4.doctor.facts import Finding, Server, Severity, first_known, preset_name
+from afd_dsv4.doctor.facts import Finding, Server, Severity, first_known
 from afd_dsv4.doctor.report import EXIT_BAD_INPUT, EXIT_PROBLEMS, Report
-from afd_dsv4.geometry import DEFAULT_STACK, STACKS, InputError, ModelGeometry, PageLayout, page_layout, preset
+from afd_dsv4.geometry import (
+    DEFAULT_STACK,
+    STACKS,
+    InputError,
+    ModelGeometry,
+    PageLayout,
+    page_layout,
+    preset,
+    preset_name,
+)
 
 __all__ = ["EXIT_BAD_INPUT", "EXIT_PROBLEMS", "Given", "Report", "diagnose"]
 

@@ -12,7 +12,6 @@ Not here: reading (`metrics.py`, `logs.py`, `machine.py`) and judging (`queue.py
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -20,12 +19,6 @@ from typing import Any
 #: `cache_config.block_size` as vLLM's engine core overwrites it natively, with the smallest block of all KV groups,
 #: and what was asked for (vllm-project/vllm-ascend#14479). With the plugin nothing is overwritten.
 OVERWRITTEN = {8: 128, 4: 64, 2: 32}
-
-
-def preset_name(model: str | None) -> str | None:
-    """The preset that a model's name says it is, such as deepseek-ai/DeepSeek-V4-Flash; None where it says none."""
-    found = re.search(r"deepseek-?v4[^/]*(flash|pro)", model or "", re.IGNORECASE)
-    return found[1].lower() if found else None
 
 
 class Severity(enum.Enum):

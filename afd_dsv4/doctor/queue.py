@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from afd_dsv4.admission import GIB, NULL_BLOCKS, STATE_GROUPS, KvPlan, SchedulerLimits, gib_up, kv_plan, largest
-from afd_dsv4.doctor.facts import Engine, Finding, Server, Severity, preset_name
+from afd_dsv4.doctor.facts import Engine, Finding, Server, Severity
 from afd_dsv4.doctor.logs import too_long
-from afd_dsv4.geometry import InputError, ModelGeometry, PageLayout
+from afd_dsv4.geometry import InputError, ModelGeometry, PageLayout, preset_name
 from afd_dsv4.workspace.sizing import WorkspaceSizes, size_workspace
 
 MIB: Final = 1 << 20

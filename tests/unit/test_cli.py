@@ -93,6 +93,30 @@ def test_async_scheduling_raises_the_cap(capsys):
     assert json.loads(capsys.readouterr().out)["native"]["blocks_needed"] == 11094
 
 
+def test_lists_whose_values_are_often_small_may_have_three_digits_behind_a_comma(capsys):
+    lists = {"max_num_seqs": "16,128,256", "prompt_tokens": "8192,32768,131072", "block_size": "64,128"}
+    answers = plan_json(capsys, **lists)["answers"]
+    assert {answer["max_num_seqs"] for answer in answers} == {16, 128, 256}
+    assert {answer["prompt_tokens"] for answer in answers} == {8192, 32768, 131072}
+    assert len(answers) == 3 * 3 * 2
+    small = plan_json(capsys, prompt_tokens="63, 778", free_blocks="0,778")["answers"]
+    assert {answer["prompt_tokens"] for answer in small} == {63, 778}
+    assert {answer["free_blocks"] for answer in small} == {0, 778}
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek-ai/DeepSeek-V4-Flash", "deepseek-ai/DeepSeek-V4-Pro", "DeepSeek-V4-Flash-w8a8"]
+)
+def test_a_hugging_face_name_is_planned_like_the_preset_that_it_names(capsys, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert plan_json(capsys, model=name) == plan_json(capsys, model="pro" if "Pro" in name else "flash")
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("{")  # a file of that name is what was meant
+    assert main(arguments(model=name)) == 2
+    assert f"{name} is not JSON" in capsys.readouterr().err
+
+
 def test_the_text_answer_shows_both_sides_and_the_reason(capsys):
     assert main(arguments()) == 0
     text = capsys.readouterr().out
@@ -133,7 +157,9 @@ FILES = {
     "deep.json": "[" * 100_000,
     "digits.json": json.dumps(FLASH_CONFIG).replace("1048576", "9" * 5000),
     "layers.json": json.dumps({**FLASH_CONFIG, "num_hidden_layers": 2_000_000}),
-    "wide.json": json.dumps({"num_hidden_layers": 1, "head_dim": 10**400, "partial_rotary_factor": 0.125}),
+    "wide.json": json.dumps({**FLASH_CONFIG, "head_dim": 10**400}),
+    "an_object.json": "{}",
+    "another.json": json.dumps({"hidden_size": 4096, "n_layer": 12}),
 }
 
 
@@ -153,7 +179,31 @@ FILES = {
         ({"model": "wide.json"}, "head_dim: a number of 1329 bits; it must be"),
         ({"model": "wrong_ratio.json"}, "wrong_ratio.json"),
         ({"model": "v41.json"}, "v41.json"),
-        ({"model": "llama.json"}, "only deepseek_v4"),
+        (
+            {"model": "llama.json"},
+            "llama.json: model_type: 'llama', so this is no DeepSeek-V4 config.json; only deepseek_v4",
+        ),
+        *(
+            (
+                {"model": name},
+                f"{name}: model_type: missing, and compress_ratios too, so this is no DeepSeek-V4 config.json; give",
+            )
+            for name in ("an_object.json", "another.json")
+        ),
+        ({"model": "deepseek-ai/DeepSeek-V3"}, "cannot read 'deepseek-ai/DeepSeek-V3' (No such file"),
+        ({"model": "deepseek-ai/DeepSeek-V4.1-Flash"}, "cannot read 'deepseek-ai/DeepSeek-V4.1-Flash' (No such file"),
+        ({"model": "configs/deepseek-v4-flash.json"}, "cannot read 'configs/deepseek-v4-flash.json' (No such file"),
+        ({"model": "/absent/DeepSeek-V4-Flash"}, "cannot read '/absent/DeepSeek-V4-Flash' (No such file"),
+        (
+            {"prompt_tokens": "63,778"},
+            "--prompt-tokens: '63,778' may mean 63778, which is written without a comma, or 63",
+        ),
+        ({"prompt_tokens": "8192,32,768"}, "may mean 32768, which is written without a comma, or 32 and 768, which"),
+        ({"max_num_batched_tokens": "65,536"}, "--max-num-batched-tokens: '65,536' may mean 65536"),
+        ({"free_blocks": "6,958"}, "--free-blocks: '6,958' may mean 6958"),
+        ({"free_blocks": "1,006,958"}, "'1,006,958' may mean 1006"),
+        ({"max_num_seqs": "1,024"}, "--max-num-seqs: '1,024' has '024' behind a comma, which is for lists only"),
+        ({"free_blocks": None, "hbm_gib": "21,0618"}, "--hbm-gib: '21,0618' has '0618' behind a comma"),
         ({"model": "latin.json"}, "is not a text file"),
         ({"block_size": "16"}, "choose one of 32, 64, 128"),
         ({"block_size": "one"}, "'one' is not a whole number"),
@@ -194,6 +244,19 @@ def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, chang
 def test_a_wrong_command_is_one_line_and_status_2(capsys, command):
     assert main(command) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "help_of"),
+    [
+        (["evidence", "--devise", "x"], "afd-dsv4 evidence"),
+        (["trace", "check", "a", "b"], "afd-dsv4 trace check"),
+        ([*arguments(), "--colour"], "afd-dsv4 plan"),
+    ],
+)
+def test_an_option_that_a_command_does_not_have_leads_to_the_help_of_that_command(capsys, words, help_of):
+    assert main(words) == 2
+    assert capsys.readouterr().err.endswith(f"; see {help_of} --help\n")
 
 
 @pytest.mark.parametrize("tokens", ["0", "1023", "131073", "many"])

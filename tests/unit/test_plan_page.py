@@ -103,7 +103,7 @@ def test_one_value_each_is_answered_as_without_lists(capsys):
         (["--prompt-tokens", "8,,9"], "argument --prompt-tokens: '' is not a whole number"),
         (["--block-size", "128,100"], "block size: 100 is not offered"),
         (["--model", "flash,gpt"], "model: cannot read 'gpt'"),
-        (["--prompt-tokens", ",".join(map(str, range(1, 1002)))], "plan: the lists give 1,001 combinations"),
+        (["--prompt-tokens", ",".join(map(str, range(1001, 2002)))], "plan: the lists give 1,001 combinations"),
         (["--html", "absent/page.html"], "html: cannot write 'absent/page.html'"),
         (["--free-blocks", "5", "--hbm-gib", "5,6"], "not allowed with argument"),
         (["--prompt-tokens", "2000000,3000000"], "prompt: 2000000 tokens, the longest sequence is 1048576"),

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, TextIO, TypeVar
 
 from afd_dsv4 import __version__
-from afd_dsv4.admission import GIB, NULL_BLOCKS
+from afd_dsv4.admission import ASYNC_BY_DEFAULT, GIB, NULL_BLOCKS
 from afd_dsv4.config import DEFAULT_SLOTS, DEFAULT_TILE_TOKENS, LEAST_TILE_TOKENS, Executor
 from afd_dsv4.files import write_whole
 from afd_dsv4.geometry import (
@@ -194,7 +194,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--max-model-len", type=_count, metavar="N", help="longest sequence (default: the model's)")
     plan.add_argument(
-        "--async-scheduling", action="store_true", help="two batches in flight instead of one, as vLLM does by default"
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        default=ASYNC_BY_DEFAULT,
+        help="whether two batches are in flight (default, as of vLLM) or one",
     )
     plan.add_argument("--slots", type=_count, default=DEFAULT_SLOTS, metavar="N", help="workspace slots (default 2)")
     plan.add_argument(

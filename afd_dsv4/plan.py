@@ -256,6 +256,7 @@ def as_json(entry: Answer) -> dict[str, Any]:
         "block_size": question.layout.block_size,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "max_in_flight_tokens": limits.max_in_flight_tokens,
+        "async_scheduling": question.async_scheduling,
         "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs,
     }
@@ -406,9 +407,10 @@ def as_table(answers: Sequence[Answer]) -> str:
     rows[:1] = [[head[0] for head in heads], [head[1] for head in heads]]
     widths = [max(len(row[at]) for row in rows) for at in range(len(heads))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    last = answers[-1]
+    question = answers[-1].question
+    above = f"{', '.join(fixed)} on {question.stack}, {scheduling(question.async_scheduling)}"
     ends = [f"{side} next limit: {text}." for side, text in next_limits(answers).items()]
-    return "\n".join([f"{', '.join(fixed)} on {last.question.stack}", "", *lines, "", *notes, *ends])
+    return "\n".join([above, "", *lines, "", *notes, *ends])
 
 
 def limited_by(by_group: dict[str, int]) -> tuple[str, int]:
@@ -439,6 +441,13 @@ def next_limits(answers: Sequence[Answer]) -> dict[str, str]:
             f"with {side.resident[keeps]:,} of {sum(side.resident.values()):,}"
         )
     return found
+
+
+def scheduling(asynchronous: bool) -> str:
+    """Which of vLLM's two ways was counted with, in words."""
+    if asynchronous:
+        return "asynchronous scheduling (2 batches in flight, as vLLM does by default)"
+    return "no asynchronous scheduling (1 batch in flight)"
 
 
 def memory(question: Question) -> str:
@@ -475,8 +484,8 @@ def as_text(entry: Answer) -> str:
     )
     request = (
         f"{geometry.name} on {question.stack}, block size {layout.block_size}: {question.prompt_tokens:,} prompt "
-        f"tokens, {limits.max_num_batched_tokens:,} tokens a step, {limits.batches_in_flight} in flight, "
-        f"longest sequence {limits.max_model_len:,}"
+        f"tokens, {limits.max_num_batched_tokens:,} tokens a step, longest sequence {limits.max_model_len:,}, "
+        f"{scheduling(question.async_scheduling)}"
     )
     rest = sizes.device_bytes - sizes.tail_bytes - sizes.slots * sizes.slot_bytes
     reserved = (
@@ -486,11 +495,7 @@ def as_text(entry: Answer) -> str:
         f"{sizes.slots} workspace slots of {sizes.slot_bytes:,} for the {question.executor} executor, and {rest:,} for "
         f"forwards without requests."
     )
-    scope = SCOPE
-    if limits.batches_in_flight == 1:
-        scope += (
-            " Synchronous scheduling; if the server schedules asynchronously (vLLM's default), add --async-scheduling."
-        )
+    scope = f"{SCOPE} {OTHERWISE[question.async_scheduling]}"
     if question.free_blocks is not None:
         reserved += " With --free-blocks this is not taken from the plugin's blocks."
     return "\n".join(
@@ -513,3 +518,9 @@ SCOPE: Final = (
     "For one fresh prompt on an empty server: no draft layers, prefix hits, KV connector or context parallelism. "
     "The plugin's column is what a server needs in which the plugin works."
 )
+
+#: Beside `scheduling`: what to do where the server does the other.
+OTHERWISE: Final = {
+    True: "If the server's log says that asynchronous scheduling is disabled, add --no-async-scheduling.",
+    False: "If the server's log says that asynchronous scheduling is enabled, leave --no-async-scheduling out.",
+}

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from afd_dsv4.admission import GROUP_NAMES
 from afd_dsv4.page import Bar, Html, Line, bars, chart, data, document, folded, lines, section, size, table, tag
-from afd_dsv4.plan import GROUP_WORDS, MAX_NUM_SEQS, SCOPE, SIDES, limited_by
+from afd_dsv4.plan import GROUP_WORDS, MAX_NUM_SEQS, OTHERWISE, SCOPE, SIDES, limited_by, scheduling
 
 MOST_PARTS: Final = 12
 MOST_PROMPTS: Final = 6
@@ -45,11 +45,12 @@ def page(plan: Mapping[str, Any]) -> str:
         left = len(parts) - len(drawn)
         body.append(tag("p", f"{left} more combinations of model, block size, requests and memory are in the table."))
     body.append(_all(plan))
+    asynchronous = plan["answers"][0]["async_scheduling"]  # one for all
     body.append(
         section(
             "how",
             "How to read it",
-            tag("p", SCOPE),
+            tag("p", f"{SCOPE} {OTHERWISE[asynchronous]}"),
             tag(
                 "p",
                 "A prompt starts when all blocks of the whole prompt are free at once, whatever the first chunk takes. "
@@ -112,7 +113,7 @@ def _in_short(plan: Mapping[str, Any]) -> Html:
     about = (
         f"{entry['model']} on {entry['stack']}, block size {entry['block_size']}, {_memory(entry)}, "
         f"{entry['max_num_seqs']:,} requests: a prompt of {entry['prompt_tokens']:,} tokens in chunks of "
-        f"{entry['max_num_batched_tokens']:,}."
+        f"{entry['max_num_batched_tokens']:,}, {scheduling(entry['async_scheduling'])}."
     )
     return section("short", "In short", tag("p", about), tag("dl", *words))
 

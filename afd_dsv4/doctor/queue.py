@@ -16,7 +16,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from afd_dsv4.admission import GIB, NULL_BLOCKS, STATE_GROUPS, KvPlan, SchedulerLimits, gib_up, kv_plan, largest
+from afd_dsv4.admission import (
+    ASYNC_BY_DEFAULT,
+    GIB,
+    NULL_BLOCKS,
+    STATE_GROUPS,
+    KvPlan,
+    SchedulerLimits,
+    gib_up,
+    kv_plan,
+    largest,
+)
 from afd_dsv4.doctor.facts import Engine, Finding, Server, Severity
 from afd_dsv4.doctor.logs import too_long
 from afd_dsv4.geometry import InputError, ModelGeometry, PageLayout, preset_name
@@ -26,7 +36,7 @@ MIB: Final = 1 << 20
 #: Batches for which the largest prompt is shown where the server's own is not known.
 TYPICAL_BATCHES: Final = (4096, 8192, 16384, 32768, 65536)
 #: What is taken where nobody says: vLLM's default for the first, as `plan` for the second.
-ASYNC_ASSUMED: Final = True
+ASYNC_ASSUMED: Final = ASYNC_BY_DEFAULT
 SEQS_ASSUMED: Final = 16
 
 _NEVER_ADMITTED: Final = ("vllm-project/vllm-ascend#15204", "vllm-project/afd-plugin#292")

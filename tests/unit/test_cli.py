@@ -4,6 +4,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,10 +88,66 @@ def test_without_a_memory_size_only_the_need_is_given(capsys):
     assert answer["native"]["admitted"] is None
 
 
-def test_async_scheduling_raises_the_cap(capsys):
-    assert plan_json(capsys, max_num_batched_tokens="32768")["native"]["blocks_needed"] == 5772
-    assert main([*arguments(max_num_batched_tokens="32768"), "--async-scheduling", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["native"]["blocks_needed"] == 11094
+@pytest.mark.parametrize(
+    ("option", "needed", "words"),
+    [
+        ([], 11094, "asynchronous scheduling (2 batches in flight, as vLLM does by default)"),
+        (["--async-scheduling"], 11094, "asynchronous scheduling (2 batches in flight, as vLLM does by default)"),
+        (["--no-async-scheduling"], 5772, "no asynchronous scheduling (1 batch in flight)"),
+    ],
+)
+def test_asynchronous_scheduling_is_the_default_and_an_answer_says_which_it_was(capsys, option, needed, words):
+    chunks = [*arguments(max_num_batched_tokens="32768"), *option]
+    assert main([*chunks, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["async_scheduling"] is (needed == 11094)
+    assert answer["max_in_flight_tokens"] == 32768 * (2 if answer["async_scheduling"] else 1)
+    assert answer["native"]["blocks_needed"] == needed  # the long way: tests/unit/test_admission.py
+    assert main(chunks) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith(f", longest sequence 1,048,576, {words}")
+
+
+def test_plan_and_doctor_take_the_same_scheduling_for_granted(capsys):
+    main(["doctor", *arguments()[1:]])
+    assert "asynchronous scheduling on" in capsys.readouterr().out
+    assert plan_json(capsys)["async_scheduling"] is True
+
+
+@pytest.mark.parametrize(("option", "largest"), [("--async-scheduling", 19832), ("--no-async-scheduling", 39665)])
+def test_a_batch_that_is_said_to_start_the_prompt_starts_it_and_one_token_more_does_not(capsys, option, largest):
+    def asked(batch):  # spelled out in docs/arithmetic.md; 1 or 2 batches in flight
+        alive = (1 + (option == "--async-scheduling")) * batch
+        groups = ((2, 128, 128), (1, 8, 8), (1, 128, 32))
+        return 125 + 4 + sum(n * min(-(-63778 // r), -(-(w - 1 + alive) // r) + 1) for n, w, r in groups)
+
+    assert asked(largest) <= 6958 < asked(largest + 1)
+    assert main([*arguments(), option]) == 0
+    assert f"or max-num-batched-tokens {largest:,} or less" in capsys.readouterr().out
+
+
+def test_the_readme_says_what_plan_prints(capsys):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    section = " ".join(readme.partition("## Will my prompt start?")[2].partition("\n## ")[0].split())
+    published, small = re.findall(r"afd-dsv4 (plan [^,]*?(?:--free-blocks \d+|--hbm-gib [\d.]+))", section)
+
+    def printed(pattern, *words):
+        assert main([word for part in words for word in part.split()]) == 0
+        return re.search(pattern, capsys.readouterr().out).groups()
+
+    (limit,), (synchronous,) = (
+        printed(r"max-num-batched-tokens ([\d,]+) or less", published, *more)
+        for more in ([], ["--no-async-scheduling"])
+    )
+    assert f"a batch of at most {limit} tokens" in section
+    assert f"without it the batch limit above is {synchronous}." in section
+    free = r"whole prompt +(\S+) +(\S+)\n.*\n +free +(\S+) +(\S+)\n(?s:.*)reserves (\S+ MiB)"
+    needs, plugin_needs, has, plugin_has, reserved = printed(free, small)
+    said = f"Natively it needs {needs} blocks of {has}, with the plugin {plugin_needs} of {plugin_has}"
+    assert f"{said}, beside {reserved} for tails and slots." in section
+    assert f"are the {has} free blocks of vllm-ascend#9543" in section
+    given = "--hbm-gib 21.0618 --max-num-seqs 128"
+    _, plugin_needs, has, plugin_has, _ = printed(free, published.partition("--free-blocks")[0], given)
+    assert f"{plugin_needs} of {plugin_has} is `{given}`, in which natively {has} are free" in section
 
 
 def test_lists_whose_values_are_often_small_may_have_three_digits_behind_a_comma(capsys):

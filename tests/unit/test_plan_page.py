@@ -34,7 +34,10 @@ def ask(capsys, *arguments):
 
 
 def needed(tokens, chunk, *, state, longest=1 << 20):
-    """Blocks of a Flash prompt at block size 128: what `KVCacheManager` asks for, group by group, spelled out."""
+    """Blocks of a Flash prompt at block size 128: what `KVCacheManager` asks for, group by group, spelled out.
+
+    `chunk` is the tokens in flight: two chunks with asynchronous scheduling.
+    """
     whole = -(-(tokens // 4) // 128) + -(-(tokens // 128) // 128)  # one group each
     for groups, window, rows, counted in ((2, 128, 128, True), (1, 8, 8, state), (1, 128, 32, state)):
         alive = min(window - 1 + chunk, longest)
@@ -52,10 +55,10 @@ def test_the_largest_chunk_is_the_last_that_starts(capsys, prompt, chunk, free):
     answer = json.loads(ask(capsys, *FLASH, *lists, "--json"))["answers"][0]
     for side, state in (("native", True), ("plugin", False)):
         largest = answer[side]["largest_chunk"]
-        assert answer[side]["blocks_needed"] == needed(prompt, chunk, state=state)
+        assert answer[side]["blocks_needed"] == needed(prompt, 2 * chunk, state=state)
         assert 0 < largest <= prompt
-        assert needed(prompt, largest, state=state) <= free
-        assert largest == prompt or needed(prompt, largest + 1, state=state) > free
+        assert needed(prompt, 2 * largest, state=state) <= free
+        assert largest == prompt or needed(prompt, 2 * (largest + 1), state=state) > free
     assert json.loads(ask(capsys, *ONE, "--json"))["native"]["blocks_needed"] == 11094
 
 
@@ -86,6 +89,18 @@ def test_a_sweep_has_a_row_for_every_combination_and_says_why_one_has_no_answer(
     assert sum(" -  " in row for row in rows) == len(re.findall("HBM budget: 0.25 GiB leave", text)) > 0
     assert "native next limit: compressor state (c4_state and c128_state) with 39,862 of 44,365 blocks" in text
     assert "plugin next limit: the sliding-window groups (swa) with 3,988 of 4,503 blocks" in text
+
+
+def test_the_list_and_the_page_say_which_scheduling_was_counted_with(capsys, tmp_path):
+    for option, words in (
+        ([], "asynchronous scheduling (2"),
+        (["--no-async-scheduling"], "no asynchronous scheduling (1"),
+    ):
+        text = ask(capsys, *MANY, *option, "--html", str(tmp_path / "plan.html"))
+        assert f"on vllm-ascend-0.23.0, {words}" in text.splitlines()[0]
+        assert f", {words}" in pages.read((tmp_path / "plan.html").read_text())[0].all("main")[0].text
+        answers = json.loads(ask(capsys, *MANY, *option, "--json"))["answers"]
+        assert {answer["async_scheduling"] for answer in answers} == {not option}
 
 
 def test_one_value_each_is_answered_as_without_lists(capsys):

@@ -187,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
         "--hbm-gib",
         type=_list(_gib),
         metavar="X[,X]",
-        help="GiB a rank for the KV cache and all that the plugin reserves",
+        help="GiB a rank for the KV cache and all that the plugin reserves, not the card's size",
     )
     plan.add_argument(
         "--max-num-seqs", type=_list(_count), default=(16,), metavar="N[,N]", help="vLLM's --max-num-seqs (default 16)"

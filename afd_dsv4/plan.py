@@ -22,6 +22,7 @@ from typing import Any, Final
 from afd_dsv4.admission import (
     GIB,
     GROUP_NAMES,
+    NULL_BLOCKS,
     STATE_GROUPS,
     Admission,
     KvGroup,
@@ -38,7 +39,9 @@ MIB = 1 << 20
 MOST_COMBINATIONS: Final = 1000
 SIDES: Final = ("native", "plugin")
 MAX_NUM_SEQS: Final = "max_num_seqs"  # what limits requests where blocks do not
+SEQS_MARK: Final = "*"  # the same in a table
 LEAST_CURVE: Final = 1024  # tokens of the smallest chunk of a curve that nobody asked for
+HBM_WORDS: Final = "GiB a rank for the KV cache and all that the plugin reserves, not the card's size"
 
 GROUP_WORDS: Final = {
     "c4_mla": "compressed rows of C4 layers",
@@ -300,21 +303,26 @@ def _wide(entry: Answer) -> dict[str, Any]:
     if entry.refused:
         return found | {"refused": entry.refused}
     for name, side in entry.sides.items():
-        needed = side.admission.blocks_needed
+        kv_bytes = (side.admission.blocks_needed + NULL_BLOCKS) * side.block_bytes  # as `admit` says it in GiB
         reserved = question.sizes.device_bytes if name == "plugin" else 0
         found[name] |= {
-            "needed_bytes": needed * side.block_bytes + reserved,
-            "kv_bytes": needed * side.block_bytes,
+            "needed_bytes": kv_bytes + reserved,
+            "kv_bytes": kv_bytes,
             "largest_chunk": side.largest_chunk,
             "requests_at_once": side.requests,
             "resident_blocks": sum(side.resident.values()),
             "resident_by_group": side.resident,
             "start_limited_by": most_of(side.admission.by_group),
-            "requests_limited_by": MAX_NUM_SEQS
-            if side.requests == question.max_num_seqs
-            else most_of(side.resident if side.requests else side.admission.by_group),
+            "requests_limited_by": requests_limited_by(question, side),
         }
     return found
+
+
+def requests_limited_by(question: Question, side: Side) -> str:
+    """What keeps more requests from being there at once: the setting, or the kind of group with the most blocks."""
+    if side.requests == question.max_num_seqs:
+        return MAX_NUM_SEQS
+    return most_of(side.resident if side.requests else side.admission.by_group)
 
 
 def most_of(by_group: dict[str, int]) -> str:
@@ -387,6 +395,8 @@ def as_table(answers: Sequence[Answer]) -> str:
     fixed = [f"{name} {of(answers[0].question)}" for name, of in columns if (name, of) not in shown]
     sides = [f"{side} {what}" for side in SIDES for what in ("blocks", "free", "starts", "largest chunk", "at once")]
     rows = [[name for name, _ in shown] + sides]
+    limits = [requests_limited_by(entry.question, side) for entry in answers for side in entry.sides.values()]
+    mark = {MAX_NUM_SEQS: SEQS_MARK} if MAX_NUM_SEQS in limits else {}
     notes = []
     for entry in answers:
         row = [of(entry.question) for _, of in shown]
@@ -400,7 +410,7 @@ def as_table(answers: Sequence[Answer]) -> str:
                 known(found.free_blocks),
                 known(found.admitted),
                 known(side.largest_chunk),
-                known(side.requests),
+                known(side.requests) + mark.get(requests_limited_by(entry.question, side), " " if mark else ""),
             ]
         rows.append(row)
     heads = [cell.split(" ", 1) if cell in sides else ["", cell] for cell in rows[0]]
@@ -408,9 +418,13 @@ def as_table(answers: Sequence[Answer]) -> str:
     widths = [max(len(row[at]) for row in rows) for at in range(len(heads))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     question = answers[-1].question
-    above = f"{', '.join(fixed)} on {question.stack}, {scheduling(question.async_scheduling)}"
+    above = [f"{', '.join(fixed)} on {question.stack}, {scheduling(question.async_scheduling)}"]
+    if question.hbm_gib is not None:
+        above.append(f"memory: {HBM_WORDS}")
+    if mark:
+        notes.append(f"{SEQS_MARK} as many as --max-num-seqs allows")
     ends = [f"{side} next limit: {text}." for side, text in next_limits(answers).items()]
-    return "\n".join([above, "", *lines, "", *notes, *ends])
+    return "\n".join([*above, "", *lines, "", *notes, *ends])
 
 
 def limited_by(by_group: dict[str, int]) -> tuple[str, int]:
@@ -487,6 +501,8 @@ def as_text(entry: Answer) -> str:
         f"tokens, {limits.max_num_batched_tokens:,} tokens a step, longest sequence {limits.max_model_len:,}, "
         f"{scheduling(question.async_scheduling)}"
     )
+    if question.hbm_gib is not None:
+        request += f"; {memory(question).removesuffix(' GiB')} {HBM_WORDS}"
     rest = sizes.device_bytes - sizes.tail_bytes - sizes.slots * sizes.slot_bytes
     reserved = (
         f"The plugin reserves {sizes.device_bytes / MIB:,.1f} MiB ({sizes.device_bytes:,} B): "

@@ -13,9 +13,9 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from afd_dsv4.admission import GROUP_NAMES
-from afd_dsv4.page import Bar, Html, Line, bars, chart, data, document, folded, lines, section, size, table, tag
-from afd_dsv4.plan import GROUP_WORDS, MAX_NUM_SEQS, OTHERWISE, SCOPE, SIDES, limited_by, scheduling
+from afd_dsv4.admission import GROUP_NAMES, gib_up
+from afd_dsv4.page import Bar, Html, Line, bars, chart, data, document, folded, lines, section, table, tag
+from afd_dsv4.plan import GROUP_WORDS, HBM_WORDS, MAX_NUM_SEQS, OTHERWISE, SCOPE, SIDES, limited_by, scheduling
 
 MOST_PARTS: Final = 12
 MOST_PROMPTS: Final = 6
@@ -56,7 +56,9 @@ def page(plan: Mapping[str, Any]) -> str:
                 "A prompt starts when all blocks of the whole prompt are free at once, whatever the first chunk takes. "
                 "The largest chunk is the most tokens of a step with which it still starts, at most the prompt. "
                 "Requests at once are prompts of that length, each prefilled while the others keep what a prefilled "
-                "prompt keeps; tokens that they generate are not counted. Source of every figure: plan (arithmetic).",
+                "prompt keeps; tokens that they generate are not counted. Memory is "
+                f"{HBM_WORDS}; a figure of it is rounded up, so that it is enough. "
+                "Source of every figure: plan (arithmetic).",
             ),
             tag("pre", tag("code", shlex.join(plan["command"]))),
         )
@@ -80,6 +82,11 @@ def _figure(value: Any, path: str) -> Html:
         return data(None, "not known", path)
     text = ("yes" if value else "no") if isinstance(value, bool) else f"{value:,}"
     return data(value, text, path)
+
+
+def _gib(size: int) -> str:
+    """Bytes as the reasons of an answer say them: up, so that the figure is enough when it is given to the command."""
+    return f"{gib_up(size)} GiB"
 
 
 def _in_short(plan: Mapping[str, Any]) -> Html:
@@ -210,17 +217,21 @@ def _bytes(plan: Mapping[str, Any], name: str, shown: Sequence[int]) -> Html:
     rows, numbers = [], []
     for label, found, path, side, first in _sides(plan, shown):
         kv, whole = found["kv_bytes"], found["needed_bytes"]
-        rows.append(Bar(label, ((5, kv), (3, whole - kv)), size(whole), first))
+        rows.append(Bar(label, ((5, kv), (3, whole - kv)), _gib(whole), first))
         reserved: object = "-"
         if side == "plugin":
-            reserved = data(found["reserved_bytes"], size(found["reserved_bytes"]), f"{path}/reserved_bytes")
+            reserved = data(found["reserved_bytes"], _gib(found["reserved_bytes"]), f"{path}/reserved_bytes")
         numbers.append(
-            [label, data(kv, size(kv), f"{path}/kv_bytes"), reserved, data(whole, size(whole), f"{path}/needed_bytes")]
+            [label, data(kv, _gib(kv), f"{path}/kv_bytes"), reserved, data(whole, _gib(whole), f"{path}/needed_bytes")]
         )
-    title = "Bytes that must be free to start it, a rank"
+    title = "Memory that starts it, a rank"
     words = "; ".join(f"{row.label}: {row.text}" for row in rows)
     drawn = bars(
-        f"{name}-bytes", title, words, rows, [(5, "KV blocks"), (3, "tails and workspace slots, for all requests")]
+        f"{name}-bytes",
+        title,
+        words,
+        rows,
+        [(5, "KV blocks, with the null block"), (3, "tails and workspace slots, for all requests")],
     )
     return chart(title, drawn, table(title, ["prompt", "KV blocks", "tails and slots", "together"], numbers))
 

@@ -90,7 +90,8 @@ def says(text: str, value: object) -> bool:
     found = float(number.replace(",", ""))
     if unit in UNITS:
         digits = len(number.partition(".")[2])
-        return abs(found * UNITS[unit] - value) <= 0.5000001 * UNITS[unit] / 10**digits
+        step = UNITS[unit] / 10**digits  # to the nearest, or up where a figure must be enough
+        return -0.5000001 * step <= found * UNITS[unit] - value < step
     return found == value if isinstance(value, int) else abs(found - value) <= 1e-5 * abs(value)
 
 

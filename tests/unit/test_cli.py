@@ -161,6 +161,17 @@ def test_lists_whose_values_are_often_small_may_have_three_digits_behind_a_comma
     assert {answer["free_blocks"] for answer in small} == {0, 778}
 
 
+def test_memory_in_gib_says_of_what_it_is(capsys):
+    words = "GiB a rank for the KV cache and all that the plugin reserves, not the card's size"
+    assert main(arguments(free_blocks=None, hbm_gib="15.17")) == 0
+    assert f"; 15.17 {words}" in capsys.readouterr().out.splitlines()[0]
+    for gib in ("15.17,24", "24"):
+        assert main(arguments(free_blocks=None, hbm_gib=gib, prompt_tokens="8192,32768")) == 0
+        assert capsys.readouterr().out.splitlines()[1] == f"memory: {words}"
+    assert main(arguments(prompt_tokens="8192,32768")) == 0
+    assert words not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "name", ["deepseek-ai/DeepSeek-V4-Flash", "deepseek-ai/DeepSeek-V4-Pro", "DeepSeek-V4-Flash-w8a8"]
 )

@@ -91,6 +91,21 @@ def test_a_sweep_has_a_row_for_every_combination_and_says_why_one_has_no_answer(
     assert "plugin next limit: the sliding-window groups (swa) with 3,988 of 4,503 blocks" in text
 
 
+def test_where_max_num_seqs_is_what_limits_the_table_marks_the_requests(capsys):
+    lists = ["--prompt-tokens", "10000,63778", "--max-num-batched-tokens", "65536", "--free-blocks", "1500"]
+    answers = json.loads(ask(capsys, *FLASH, *lists, "--max-num-seqs", "40", "--json"))["answers"]
+    text = ask(capsys, *FLASH, *lists, "--max-num-seqs", "40")
+    rows = [line.split() for line in text.splitlines() if re.match(r" *(10,000|63,778) ", line)]
+    limits = [answer["plugin"]["requests_limited_by"] for answer in answers]
+    assert limits == ["max_num_seqs", "c4_mla"]
+    assert [row[-1] for row in rows] == ["40*", str(answers[1]["plugin"]["requests_at_once"])]
+    assert [row[-6] for row in rows] == ["0", "0"]
+    assert "\n* as many as --max-num-seqs allows\n" in text
+    for unmarked in (["--max-num-seqs", "200"], []):
+        memory = ["--free-blocks", "1500"] if unmarked else []
+        assert "*" not in ask(capsys, *FLASH, *lists[:4], *memory, *unmarked)
+
+
 def test_the_list_and_the_page_say_which_scheduling_was_counted_with(capsys, tmp_path):
     for option, words in (
         ([], "asynchronous scheduling (2"),
@@ -101,6 +116,25 @@ def test_the_list_and_the_page_say_which_scheduling_was_counted_with(capsys, tmp
         assert f", {words}" in pages.read((tmp_path / "plan.html").read_text())[0].all("main")[0].text
         answers = json.loads(ask(capsys, *MANY, *option, "--json"))["answers"]
         assert {answer["async_scheduling"] for answer in answers} == {not option}
+
+
+@pytest.mark.parametrize("model", ["flash", "pro"])
+@pytest.mark.parametrize("tokens", ["32768", "65536", "131072"])
+def test_the_page_and_the_reason_say_one_figure_of_the_memory_that_starts_a_prompt(capsys, tmp_path, model, tokens):
+    batch = ["--prompt-tokens", tokens, "--max-num-batched-tokens", tokens, "--block-size", "128", "--json"]
+    plan = ["plan", "--model", model, *batch]
+    native = json.loads(ask(capsys, *plan, "--free-blocks", "10", "--html", str(tmp_path / "plan.html")))["native"]
+    found = pages.carried((tmp_path / "plan.html").read_text())["answers"][0]
+    least = (native["blocks_needed"] + 1) * native["block_bytes"]  # block 0 is never handed out
+    (reason,) = re.findall(r"To start it: ([\d.]+ GiB)", native["reason"])
+    assert (found["native"]["kv_bytes"], found["native"]["needed_bytes"]) == (least, least)
+    drawn = (tmp_path / "plan.html").read_text()
+    assert f'value="{least}" data-path="/answers/0/native/needed_bytes">{reason}</data>' in drawn
+    for side in ("native", "plugin"):
+        enough = found[side]["needed_bytes"]
+        for size, starts in ((enough, True), (enough - 1, False)):
+            answer = json.loads(ask(capsys, *plan, "--hbm-gib", repr(size / 2**30)))
+            assert answer[side]["admitted"] is starts
 
 
 def test_one_value_each_is_answered_as_without_lists(capsys):

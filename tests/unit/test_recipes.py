@@ -86,7 +86,7 @@ def run(recipe: str, *arguments: str, **environment: str) -> subprocess.Complete
 def parse(text: str) -> Command:
     """A printed command, as a shell would read it."""
     words = shlex.split(text.replace("\\\n", " "))
-    assert words.pop(0) == "env"
+    words = words[words.index("env") + 1 :]
     at = words.index("vllm")
     environment = dict(word.split("=", 1) for word in words[:at])
     assert words[at + 1] == "serve"
@@ -101,7 +101,7 @@ def parse(text: str) -> Command:
             options[key.removeprefix("no_")] = not key.startswith("no_")
         else:
             value = rest.pop(0)
-            options[key] = json.loads(value) if re.fullmatch(r"\{.*\}|\d+(\.\d+)?", value) else value
+            options[key] = json.loads(value) if re.fullmatch(r"\{.*\}|(0|[1-9]\d*)(\.\d+)?", value) else value
     return Command(environment, options, model)
 
 
@@ -244,35 +244,215 @@ def test_a_wrong_call_says_what_to_do_and_starts_nothing(
     assert said in done.stderr
 
 
-def test_a_real_launch_runs_what_the_dry_run_printed(tmp_path: Path) -> None:
-    """With a program of that name that says how it was called."""
+@pytest.fixture
+def vllm(tmp_path: Path) -> dict[str, str]:
+    """An environment with a program of that name that says how it was called, and a folder of metrics."""
     program = tmp_path / "vllm"
     program.write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$VLLM_PLUGINS" "$PROMETHEUS_MULTIPROC_DIR" "$@"\n')
     program.chmod(0o755)
-    folder = tmp_path / "metrics"
-    folder.mkdir()
-    (folder / "counter_1.db").write_text("of an earlier server")
-    ours = {"PATH": f"{tmp_path}:{OPERATOR['PATH']}", "METRICS_DIR": str(folder)}
-    plugins, metrics, *words = run(PRO, "0", **ours).stdout.split("\0")[:-1]
-    printed = run(PRO, "--dry-run", "0", **ours).stdout
+    return {"PATH": f"{tmp_path}:{OPERATOR['PATH']}", "METRICS_DIR": str(tmp_path / "metrics of mine")}
+
+
+#: Of an earlier server, by prometheus_client's names (prometheus_client/values.py).
+EARLIER = ("counter_1.db", "gauge_livemostrecent_23.db", "gauge_all_4.db", "histogram_5.db", "summary_6.db")
+
+
+def test_a_real_launch_runs_what_the_dry_run_printed(vllm: dict[str, str]) -> None:
+    folder = Path(vllm["METRICS_DIR"])
+    printed = run(PRO, "--dry-run", "0", **vllm).stdout
+    assert not folder.exists()
+    pasted = subprocess.run(
+        ["bash", "-c", printed], env={**OPERATOR, **vllm}, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert folder.is_dir()
+    for name in EARLIER:
+        (folder / name).write_text("of an earlier server")
+    done = run(PRO, "0", **vllm)
+    assert done.stdout == pasted.stdout
+    assert [*folder.iterdir()] == []
+    plugins, metrics, *words = done.stdout.split("\0")[:-1]
     expected = shlex.split(printed.replace("\\\n", " "))
     assert words == expected[expected.index("vllm") + 1 :]
     assert f"VLLM_PLUGINS={plugins}" in expected
     assert metrics == str(folder)
+
+
+def test_what_a_dry_run_printed_also_clears_the_folder_when_it_is_pasted(vllm: dict[str, str]) -> None:
+    folder = Path(vllm["METRICS_DIR"])
+    folder.mkdir()
+    for name in EARLIER:
+        (folder / name).write_text("of an earlier server")
+    printed = run(PRO, "--dry-run", "0", **vllm).stdout
+    assert {path.name for path in folder.iterdir()} == {*EARLIER}
+    subprocess.run(["bash", "-c", printed], env={**OPERATOR, **vllm}, capture_output=True, timeout=60, check=True)
     assert [*folder.iterdir()] == []
 
 
+@pytest.mark.parametrize("other", ["customers.db", "counter_x.db", "gauge_1.db.bak", "counter_1.db/", ".hidden"])
+@pytest.mark.parametrize("dry", [("--dry-run",), ()])
+def test_a_folder_with_anything_else_in_it_is_refused_by_name_and_left_as_it_is(
+    vllm: dict[str, str], other: str, dry: tuple[str, ...]
+) -> None:
+    folder = Path(vllm["METRICS_DIR"])
+    folder.mkdir()
+    (folder / "counter_7.db").write_text("of an earlier server")
+    (folder / other).mkdir() if other.endswith("/") else (folder / other).write_text("theirs")
+    done = run(PRO, *dry, "0", **vllm)
+    assert (done.returncode, done.stdout) == (2, "")
+    said = "give a folder of this server's metrics alone; "
+    assert done.stderr.endswith(f": {said}{shlex.quote(f'{folder}/{other}'.rstrip('/'))} is none\n")
+    assert len([*folder.iterdir()]) == 2
+
+
+def test_the_default_folder_of_metrics_is_on_a_disk() -> None:
+    assert rendered("pro, head").environment["PROMETHEUS_MULTIPROC_DIR"] == "/var/tmp/afd_dsv4_metrics_8900"
+
+
+# Variables.
+
+DECLARED = re.compile(r"^ *(?:need )?(whole|port|number|host|word|path|devices) ([A-Z_]+)", re.MULTILINE)
+#: Names of the scripts themselves and of bash.
+THEIRS = {"ASCEND_PLUGINS", "OWN_METRICS", "BASH_SOURCE", "PWD", "LC_ALL", "IFS"}
+
+
+def variables(name: str) -> dict[str, str]:
+    """By name, the kinds of the variables that a launch may read."""
+    texts = [
+        (RECIPES / part).read_text(encoding="utf-8") for part in ("910c/common.sh", f"{LAUNCHES[name][0]}/launch.sh")
+    ]
+    return {variable: kind for text in texts for kind, variable in DECLARED.findall(text)}
+
+
+def undeclared(script: str) -> set[str]:
+    """Variables of a script's text that it uses and neither reads as a kind nor sets."""
+    code = re.sub(r"^ *#.*$", "", script, flags=re.MULTILINE)
+    used = set(re.findall(r"\$\{?[#!]?([A-Z][A-Z_0-9]*)\b", code))
+    return used - {variable for _, variable in DECLARED.findall(code)} - THEIRS
+
+
+def test_every_variable_of_a_script_is_read_as_one_of_the_kinds() -> None:
+    for path in SCRIPTS:
+        shared = {"SLOTS", "FENCE_TIMEOUT_S", "LOCAL_IP"} if path.name != "common.sh" else set()
+        assert undeclared(path.read_text(encoding="utf-8")) - shared == set(), path
+    assert undeclared('whole PORT 1\necho "$PORT" "${HOST:-0.0.0.0}" # $NOT\n') == {"HOST", "NOT"}
+
+
+HOSTILE = (
+    " ", "-5", "--native", "08", ".5", "1e3", "abc", 'a"b', "it's", '1, "mode": "off"', "$(exit 3)", "a\nb", "a\\b",
+    "é", "*", "9" * 30, "0", "0,0",
+)  # fmt: skip
+#: By variable, a launch that reads it.
+READ_BY = {
+    **dict.fromkeys(variables("cam, ffn"), "cam, ffn"),
+    **dict.fromkeys(set(variables("cam, attention")) - {"FFN_DEVICES", "FFN_PORT"}, "cam, attention"),
+    **dict.fromkeys(variables("pro, head"), "pro, head"),
+}
+
+
+def test_every_variable_of_every_launch_is_tried() -> None:
+    assert set(READ_BY) == {variable for name in LAUNCHES for variable in variables(name)}
+    assert {*OPERATOR, "SLOTS", "FFN_DEVICES", "METRICS_DIR"} - {"PATH"} < set(READ_BY)
+
+
+@pytest.mark.parametrize("variable", READ_BY)
+def test_a_hostile_value_is_refused_in_one_line_or_comes_out_in_one_piece(variable: str) -> None:
+    recipe, arguments = LAUNCHES[READ_BY[variable]]
+    usual = rendered(READ_BY[variable])
+    mode = read(usual.options["additional_config"], {}).mode
+    for value in HOSTILE:
+        done = run(recipe, "--dry-run", *arguments, **{variable: value})
+        if done.returncode:
+            assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), value
+            assert re.match(rf"launch\.sh: {variable}=\$?'.*': give (a|\d+ different) ", done.stderr), done.stderr
+            continue
+        found = parse(done.stdout)
+        assert found.options.keys() == usual.options.keys(), value
+        assert found.environment.keys() == usual.environment.keys(), value
+        assert read(found.options["additional_config"], {}).mode is mode, value
+        texts = [found.model, *found.environment.values(), *map(str, found.options.values())]
+        # As it is, or as a number of JSON.
+        assert any(form in text for text in texts for form in (value, value.lstrip("0") or "-", "0" + value)), value
+
+
 @pytest.mark.parametrize(
-    ("variables", "says"),
+    ("variable", "value", "says"),
     [
-        ({"SLOTS": "0"}, "SLOTS=0: give a whole number from 1 on"),
-        ({"SLOTS": "x"}, "SLOTS=x: give a whole number from 1 on"),
-        ({"AFD_PORT": "abc"}, "AFD_PORT=abc: give a whole number from 1 on"),
+        ("SLOTS", "0", "SLOTS='0': give a whole number from 1 to 999999999"),
+        ("SLOTS", "x", "SLOTS='x': give a whole number from 1 to 999999999"),
+        ("PORT", "65536", "PORT='65536': give a whole number from 1 to 65535"),
+        ("MAX_NUM_SEQS", "abc", "MAX_NUM_SEQS='abc': give a whole number from 1 to 999999999"),
+        ("MAX_MODEL_LEN", "-5", "MAX_MODEL_LEN='-5': give a whole number from 1 to 999999999"),
+        (
+            "FENCE_TIMEOUT_S",
+            "0.000",
+            "FENCE_TIMEOUT_S='0.000': give a number above 0 and at most 999999999, such as 60.0",
+        ),
+        ("GPU_MEMORY_UTILIZATION", "1.000000001", "give a number above 0 and at most 1, such as 0.85"),
+        ("HEAD_IP", 'a"', "HEAD_IP='a\"': give a host's name or its address"),
+        ("NIC_NAME", "eth 0", "NIC_NAME='eth 0': give a name of letters, digits and any of _ . , : @ -"),
+        ("MODEL_PATH", "--help", "MODEL_PATH='--help': give a path of one line that does not begin with -"),
+        ("METRICS_DIR", "/a*", "METRICS_DIR='/a*': give a folder without * ? [ in its name"),
+        (
+            "ASCEND_RT_VISIBLE_DEVICES",
+            "0,1",
+            "='0,1': give 16 different numbers of devices with commas between, one for",
+        ),
+        ("ASCEND_RT_VISIBLE_DEVICES", ",".join(["0"] * 16), "give 16 different numbers of devices"),
     ],
 )
-def test_a_variable_that_would_spoil_the_settings_is_refused(variables: dict[str, str], says: str) -> None:
-    done = run(PRO, "--dry-run", "0", **variables)
+def test_a_variable_that_would_spoil_the_command_is_refused(variable: str, value: str, says: str) -> None:
+    done = run(PRO, "--dry-run", "0", **{variable: value})
     assert (done.returncode, says in done.stderr, done.stdout) == (2, True, "")
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_what_is_set_to_nothing_is_what_is_not_set(name: str) -> None:
+    optional = {variable: "" for variable in variables(name) if variable not in OPERATOR}
+    assert rendered(name, **optional) == rendered(name)
+
+
+def test_numbers_come_out_as_json_has_them_and_addresses_of_either_kind_as_they_are() -> None:
+    found = rendered(
+        "cam, attention", SLOTS="08", AFD_PORT="01239", FENCE_TIMEOUT_S=".5", MAX_NUM_SEQS="0100",
+        AFD_HOST="fe80::1%eth0", ATTENTION_DEVICES="00,01,2,3,4,5,6,015", GPU_MEMORY_UTILIZATION="1.0",
+    )  # fmt: skip
+    afd, ours = (found.options["additional_config"][key] for key in ("afd", "afd_dsv4"))
+    assert (ours["slots"], ours["fence_timeout_s"], afd["port"], afd["host"]) == (8, 0.5, 1239, "fe80::1%eth0")
+    assert (found.options["max_num_seqs"], found.options["gpu_memory_utilization"]) == (100, 1.0)
+    assert found.environment["ASCEND_RT_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,15"
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_there_is_a_device_for_each_rank_of_the_node(name: str) -> None:
+    found = rendered(name)
+    engines = found.options.get("data_parallel_size_local", found.options["data_parallel_size"])
+    devices = found.environment["ASCEND_RT_VISIBLE_DEVICES"].split(",")
+    assert len(devices) == engines * found.options["tensor_parallel_size"]
+
+
+def test_what_a_shell_exports_by_itself_is_not_taken_for_an_address() -> None:
+    """csh exports HOST, the name of the machine."""
+    assert rendered("flash", HOST="node7").options["host"] == "127.0.0.1"
+    assert rendered("flash", SERVER_HOST="node7").options["host"] == "node7"
+
+
+def test_a_script_can_be_called_by_a_link_and_stops_where_its_folder_is_not_there(tmp_path: Path) -> None:
+    script = RECIPES / NODE / "launch.sh"
+    (tmp_path / "linked.sh").symlink_to(script)
+    (tmp_path / "copied.sh").write_text(script.read_text(encoding="utf-8"))
+    linked, copied = (
+        subprocess.run(
+            ["bash", tmp_path / name, "--dry-run"],
+            env=OPERATOR,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        for name in ("linked.sh", "copied.sh")
+    )
+    assert (linked.stdout, linked.stderr) == (run(NODE, "--dry-run").stdout, "")
+    assert (copied.returncode, copied.stdout, copied.stderr.count("\n")) == (1, "", 1)
 
 
 def test_a_launch_without_vllm_leaves_the_metrics_of_the_running_server(tmp_path: Path) -> None:

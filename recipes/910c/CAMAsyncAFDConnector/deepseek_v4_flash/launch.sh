@@ -8,23 +8,36 @@
 #     MODEL_PATH=... LOCAL_IP=... NIC_NAME=... ./launch.sh [--dry-run] [--native] attention|ffn
 
 # shellcheck source=recipes/910c/common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../../common.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../../common.sh" || exit
 read_options "$@"
 role=${arguments[0]:-}
 [[ ${#arguments[@]} == 1 && $role =~ ^(attention|ffn)$ ]] || fail "say which role this is: attention or ffn"
-need MODEL_PATH "the folder of DeepSeek-V4-Flash-w8a8-mtp"
+need path MODEL_PATH "the folder of DeepSeek-V4-Flash-w8a8-mtp"
+host SERVER_HOST 127.0.0.1
+port PORT 8900
+port FFN_PORT 8901
+whole MAX_MODEL_LEN 70000
+whole MAX_NUM_BATCHED_TOKENS 65536
+whole MAX_NUM_SEQS 128
+number GPU_MEMORY_UTILIZATION 0.8 1
+whole HCCL_BUFFSIZE 4096
+word MODEL_PLUGIN ''
 
 if [[ $role == attention ]]; then
-    environment=(ASCEND_RT_VISIBLE_DEVICES="${ATTENTION_DEVICES:-0,1,2,3,4,5,6,7}" VLLM_ASCEND_ENABLE_FLASHCOMM1=1)
-    parallel=(--data-parallel-size 4 --tensor-parallel-size 2 --port "${PORT:-8900}")
+    devices ATTENTION_DEVICES 0,1,2,3,4,5,6,7 8
+    environment=("ASCEND_RT_VISIBLE_DEVICES=$ATTENTION_DEVICES" VLLM_ASCEND_ENABLE_FLASHCOMM1=1)
+    parallel=(--data-parallel-size 4 --tensor-parallel-size 2 --port "$PORT")
 else
-    environment=(ASCEND_RT_VISIBLE_DEVICES="${FFN_DEVICES:-8,9,10,11,12,13,14,15}" VLLM_ASCEND_ENABLE_FLASHCOMM1=0)
-    parallel=(--data-parallel-size 8 --tensor-parallel-size 1 --port "${FFN_PORT:-8901}")
+    devices FFN_DEVICES 8,9,10,11,12,13,14,15 8
+    environment=("ASCEND_RT_VISIBLE_DEVICES=$FFN_DEVICES" VLLM_ASCEND_ENABLE_FLASHCOMM1=0)
+    parallel=(--data-parallel-size 8 --tensor-parallel-size 1 --port "$FFN_PORT")
 fi
 base_environment "afd,afd_dsv4${MODEL_PLUGIN:+,$MODEL_PLUGIN}"
 network
+host AFD_HOST "$LOCAL_IP"
+port AFD_PORT 1239
 environment+=(
-    "HCCL_BUFFSIZE=${HCCL_BUFFSIZE:-4096}" # afd-plugin: 2048 is too small for 24 attention ranks at 65,536 tokens
+    "HCCL_BUFFSIZE=$HCCL_BUFFSIZE" # afd-plugin: 2048 is too small for 24 attention ranks at 65,536 tokens
     AFD_FORCE_SPAWN_MULTIPROCESSING=1
 )
 
@@ -39,8 +52,8 @@ additional=$(
    "role": "$role",
    "connector": "CAMAsyncAFDConnector",
    "async": true,
-   "host": "${AFD_HOST:-$LOCAL_IP}",
-   "port": ${AFD_PORT:-1239},
+   "host": "$AFD_HOST",
+   "port": $AFD_PORT,
    "num_attention_ranks": 8,
    "num_ffn_ranks": 8,
    "compute_gate_on_attention": true,
@@ -58,7 +71,7 @@ additional=$(tr -s '\n ' ' ' <<<"$additional}")
 # No --worker-cls: afd-plugin enters its own, and the plugin ours where it is on. No --enable-dbo either.
 serve=(
     "$MODEL_PATH"
-    --host "${HOST:-127.0.0.1}"
+    --host "$SERVER_HOST"
     --served-model-name dsv4
     "${parallel[@]}"
     --enable-expert-parallel
@@ -67,10 +80,10 @@ serve=(
     --tokenizer-mode deepseek_v4
     --model-loader-extra-config '{"enable_multithread_load": true, "num_threads": 16}'
     --block-size 128
-    --max-model-len "${MAX_MODEL_LEN:-70000}"
-    --max-num-batched-tokens "${MAX_NUM_BATCHED_TOKENS:-65536}" # the same in both roles
-    --max-num-seqs "${MAX_NUM_SEQS:-128}"
-    --gpu-memory-utilization "${GPU_MEMORY_UTILIZATION:-0.8}"
+    --max-model-len "$MAX_MODEL_LEN"
+    --max-num-batched-tokens "$MAX_NUM_BATCHED_TOKENS" # the same in both roles
+    --max-num-seqs "$MAX_NUM_SEQS"
+    --gpu-memory-utilization "$GPU_MEMORY_UTILIZATION"
     --no-enable-prefix-caching
     --enable-chunked-prefill
     --trust-remote-code

@@ -7,15 +7,23 @@
 #     MODEL_PATH=... ./launch.sh [--dry-run] [--native]
 
 # shellcheck source=recipes/910c/common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../../common.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../../common.sh" || exit
 read_options "$@"
 ((${#arguments[@]} == 0)) || fail "takes no argument '${arguments[0]}'"
-need MODEL_PATH "the folder of DeepSeek-V4-Flash-w8a8-mtp"
+need path MODEL_PATH "the folder of DeepSeek-V4-Flash-w8a8-mtp"
+host SERVER_HOST 127.0.0.1
+port PORT 8900
+whole MAX_MODEL_LEN 133120
+whole MAX_NUM_BATCHED_TOKENS 32768
+whole MAX_NUM_SEQS 64
+devices ASCEND_RT_VISIBLE_DEVICES 0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15 16
+number GPU_MEMORY_UTILIZATION 0.85 1
+whole HCCL_BUFFSIZE 1024
 
-environment=(ASCEND_RT_VISIBLE_DEVICES="${ASCEND_RT_VISIBLE_DEVICES:-0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15}")
+environment=("ASCEND_RT_VISIBLE_DEVICES=$ASCEND_RT_VISIBLE_DEVICES")
 base_environment afd_dsv4
 environment+=(
-    "HCCL_BUFFSIZE=${HCCL_BUFFSIZE:-1024}"
+    "HCCL_BUFFSIZE=$HCCL_BUFFSIZE"
     VLLM_ASCEND_ENABLE_FLASHCOMM1=0 # not tried with the plugin
     TASK_QUEUE_ENABLE=1
 )
@@ -27,8 +35,8 @@ additional+='}'
 
 serve=(
     "$MODEL_PATH"
-    --host "${HOST:-127.0.0.1}"
-    --port "${PORT:-8900}"
+    --host "$SERVER_HOST"
+    --port "$PORT"
     --served-model-name dsv4
     --data-parallel-size 4
     --tensor-parallel-size 4
@@ -37,10 +45,10 @@ serve=(
     --tokenizer-mode deepseek_v4
     --safetensors-load-strategy prefetch
     --block-size 128
-    --max-model-len "${MAX_MODEL_LEN:-133120}"
-    --max-num-batched-tokens "${MAX_NUM_BATCHED_TOKENS:-32768}"
-    --max-num-seqs "${MAX_NUM_SEQS:-64}"
-    --gpu-memory-utilization "${GPU_MEMORY_UTILIZATION:-0.85}"
+    --max-model-len "$MAX_MODEL_LEN"
+    --max-num-batched-tokens "$MAX_NUM_BATCHED_TOKENS"
+    --max-num-seqs "$MAX_NUM_SEQS"
+    --gpu-memory-utilization "$GPU_MEMORY_UTILIZATION"
     --no-enable-prefix-caching
     --seed 1024
     --speculative-config '{"method": "mtp", "num_speculative_tokens": 1, "enforce_eager": true}'

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ DASHBOARD = json.loads(
     (Path(__file__).resolve().parents[2] / "recipes" / "grafana" / "afd_dsv4.json").read_text(encoding="utf-8")
 )
 KNOWN = {metric.full_name: set(metric.labels) for metric in metrics.METRICS}
-WORDS = {"sum", "rate", "by", "or", "vector", "label_values"}
+#: No `vector`: a number of its own would stand where there are no metrics at all.
+WORDS = {"sum", "rate", "by", "label_values"}
 
 
 def queries(dashboard: dict[str, Any]) -> list[str]:
@@ -67,6 +70,15 @@ def faults(dashboard: dict[str, Any]) -> Iterator[str]:
             taken[cell] = panel["title"]
         if panel["type"] == "row":
             continue
+        if panel["type"] == "stat":
+            defaults = panel["fieldConfig"]["defaults"]
+            if "no data" not in defaults["noValue"]:
+                yield f"{panel['title']} says {defaults['noValue']} where there is no data"
+            if defaults["thresholds"]["steps"][0] != {"color": "text", "value": None}:
+                yield f"{panel['title']} has a colour where there is no data"
+            # Over a range it would show the last value of a server that has ended.
+            if not all(target["instant"] and not target["range"] for target in panel["targets"]):
+                yield f"{panel['title']} shows what is over"
         if panel["datasource"] != {"type": "prometheus", "uid": "${datasource}"}:
             yield f"{panel['title']} has a data source of its own"
         for target in panel["targets"]:
@@ -79,6 +91,28 @@ def faults(dashboard: dict[str, Any]) -> Iterator[str]:
 
 def test_queries_are_of_metrics_that_exist_and_panels_where_grafana_can_draw_them() -> None:
     assert [*faults(DASHBOARD)] == []
+
+
+def test_what_is_counted_from_the_start_of_a_worker_needs_no_zero_of_its_own() -> None:
+    """Each of them is on the page of a worker that has done nothing; only what has a `reason` waits for the first."""
+    stats = [panel for panel in DASHBOARD["panels"] if panel["type"] == "stat"]
+    named = {
+        name for panel in stats for target in panel["targets"] for name in re.findall(r"afd_dsv4_\w+", target["expr"])
+    }
+    late = {metric.full_name for metric in metrics.METRICS if metric.where == "front end" or "reason" in metric.labels}
+    assert named - late == {
+        f"afd_dsv4_{name}" for name in ("executor", "quarantined_total", "tail_requests", "exhausted_total")
+    }
+    program = (
+        "from afd_dsv4 import metrics; from tests.metrics_worker import Runtime; import prometheus_client; "
+        "metrics.WorkerMetrics(Runtime(), 0, 0); print(prometheus_client.generate_latest().decode())"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60, check=True
+    )
+    for name in named - late:
+        assert re.search(rf'^{name}\{{.*rank="0".*\}} \d', done.stdout, re.MULTILINE), name
 
 
 def test_the_model_has_what_grafana_imports() -> None:
@@ -108,5 +142,9 @@ def test_planted_faults_are_found() -> None:
     )
     assert "two panels with one id" in planted('"id": 2,', '"id": 1,')
     assert any("lies on" in fault for fault in planted('"x": 6,', '"x": 5,'))
-    assert any(fault.startswith("brackets") for fault in planted("or vector(0)", "or vector(0"))
+    assert any(fault.startswith("brackets") for fault in planted("sum(afd_", "sum((afd_"))
+    assert "word vector in " in "".join(planted('state=\\"in_doubt\\"})', 'state=\\"in_doubt\\"}) or vector(0)'))
+    assert "Workers by executor says 0 where there is no data" in planted('"noValue": "no data"', '"noValue": "0"')
+    assert "Workers by executor has a colour where there is no data" in planted('"color": "text"', '"color": "green"')
+    assert "Workers by executor shows what is over" in planted('"instant": true', '"instant": false')
     assert any(fault.startswith("word sam") for fault in planted("sum(", "sam("))

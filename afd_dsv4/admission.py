@@ -8,13 +8,15 @@ state that nobody reads again, so the queue stands still although almost nothing
 Way: the arithmetic of the real scheduler as pure functions over `geometry`. They are exact for a request that starts
 from nothing: no prefix hit, no speculative lookahead, no context parallelism, no KV connector. A property test holds
 them against the real vLLM scheduler with the real vllm-ascend specs (`compat/harness.py`).
-Not here: draft layers (they add sliding-window layers), decode steps, preemption, vLLM's start-up check.
+Not here: draft layers (they add sliding-window layers), decode steps, what other requests take meanwhile.
 
 Sources (vLLM 0.23.0): `KVCacheManager.allocate_slots` in v1/core/kv_cache_manager.py,
 `SingleTypeKVCacheManager.get_num_blocks_to_allocate` in v1/core/single_type_kv_cache_manager.py,
-`SlidingWindowSpec.max_admission_blocks_per_request` in v1/kv_cache_interface.py, `_approximate_gcd` in
-v1/core/kv_cache_utils.py; (vllm-ascend 0.23.0) `get_manager_for_kv_cache_spec` in core/single_type_kv_cache_manager.py,
-patch/platform/patch_kv_cache_utils.py and patch_async_swa_kv_lifetime.py.
+`SlidingWindowManager.get_num_skipped_tokens` there, `SlidingWindowSpec.max_admission_blocks_per_request` in
+v1/kv_cache_interface.py, `_approximate_gcd` and `_max_memory_usage_bytes_from_groups` in v1/core/kv_cache_utils.py;
+(vllm-ascend 0.23.0) `get_manager_for_kv_cache_spec` in core/single_type_kv_cache_manager.py,
+`AscendMLAAttentionSpec.max_memory_usage_bytes` in core/kv_cache_interface.py, patch/platform/patch_kv_cache_utils.py
+and patch_async_swa_kv_lifetime.py.
 """
 
 from __future__ import annotations
@@ -95,6 +97,25 @@ class KvGroup:
         alive = min(self.window - 1 + limits.max_in_flight_tokens, limits.max_model_len)
         return self.count * (_ceil(alive, self.block_rows) + 1)
 
+    def at_startup(self, limits: SchedulerLimits) -> int:
+        """Blocks that vLLM's check at start-up asks for one sequence of the longest length.
+
+        Compressed rows get no block to spare there, and a window that is not full counts as one.
+        """
+        if self.window is None:
+            return self.count * _ceil(limits.max_model_len, self.ratio * self.block_rows)
+        return self.cap(limits)
+
+    def held(self, tokens: int, done: int) -> int:
+        """Blocks for this many tokens, of which the first `done` are computed, their output read, and may be freed.
+
+        What lies wholly before the window of the next token is freed.
+        """
+        if self.window is None:
+            return self.blocks(tokens)
+        gone = max(0, done - self.window + 1) // self.block_rows
+        return self.blocks(tokens) - self.count * gone
+
 
 @dataclass(frozen=True)
 class KvPlan:
@@ -128,6 +149,27 @@ class KvPlan:
     def chunk(self, tokens: int) -> dict[str, int]:
         """Blocks by kind of group that a first chunk really takes (not capped)."""
         return self._by_group({g.name: g.blocks(tokens) for g in self.groups})
+
+    def at_startup(self, limits: SchedulerLimits) -> int:
+        """Blocks that vLLM's check at start-up wants for one longest sequence, of all there are, the null block too."""
+        return sum(group.at_startup(limits) for group in self.groups)
+
+    def peak(self, tokens: int, limits: SchedulerLimits) -> int:
+        """Most blocks that a prompt really takes at once on its way, alone, chunk by chunk.
+
+        With fewer it preempts itself where admission does not ask for the whole prompt, each time anew.
+        """
+        batch = limits.max_num_batched_tokens
+        last = (tokens - 1) // batch
+        # What windows hold repeats as soon as a chunk begins at the same row of every block; compressed rows only grow.
+        period = math.lcm(*(group.block_rows for group in self.groups if group.window is not None))
+        most = 0
+        for chunk in range(max(0, last - period), last + 1):
+            given = chunk * batch
+            done = max(0, given - (limits.batches_in_flight - 1) * batch)  # the output of the rest is still to be read
+            end = min(given + batch, tokens)
+            most = max(most, sum(group.held(end, done) for group in self.groups))
+        return most
 
     def _by_group(self, needs: dict[str, int]) -> dict[str, int]:
         return {name: needs.get(name, 0) for name in GROUP_NAMES}
@@ -245,13 +287,16 @@ def check_prompt(tokens: int, limits: SchedulerLimits) -> None:
     """Refuse a prompt that no server would take.
 
     Raises:
-        InputError: fewer than 1 token or more than the longest sequence.
+        InputError: fewer than 1 token, or as many as the longest sequence: none could be generated
+            (`vllm/v1/engine/input_processor.py`).
     """
     if tokens < 1:
         raise InputError("prompt", f"{tokens} tokens", "give at least 1")
-    if tokens > limits.max_model_len:
+    if tokens >= limits.max_model_len:
         raise InputError(
-            "prompt", f"{tokens} tokens, the longest sequence is {limits.max_model_len}", "shorten the prompt"
+            "prompt",
+            f"{tokens} tokens, the longest sequence is {limits.max_model_len}",
+            f"shorten it to at most {limits.max_model_len - 1}: at least one token is generated",
         )
 
 

@@ -60,6 +60,7 @@ class Case:
         free_blocks: blocks that the pool can hand out.
         kv_bytes: memory of the KV cache.
         async_scheduling: two batches in flight.
+        reserve_full_isl: whether a prompt starts only where all of it fits, vLLM's default.
         steps: how often `schedule` is called.
     """
 
@@ -73,6 +74,7 @@ class Case:
     free_blocks: int | None = None
     kv_bytes: int | None = None
     async_scheduling: bool = False
+    reserve_full_isl: bool = True
     steps: int = 1
 
     def __post_init__(self) -> None:

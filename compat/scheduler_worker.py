@@ -143,6 +143,7 @@ class Stack:
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             async_scheduling=case.async_scheduling,
+            scheduler_reserve_full_isl=case.reserve_full_isl,
         )
         config = vllm.VllmConfig(
             model_config=model,
@@ -252,11 +253,13 @@ def run(stack: Stack, case: harness.Case) -> harness.Outcome:
         ),
         whole_prompt=tuple(whole),
         first_chunk=tuple(chunks),
-        steps=tuple(_steps(scheduler, case.steps)),
+        steps=tuple(_steps(scheduler, case.steps, ahead=int(case.async_scheduling))),
     )
 
 
-def _steps(scheduler: Any, count: int) -> Iterator[harness.Step]:
+def _steps(scheduler: Any, count: int, ahead: int) -> Iterator[harness.Step]:
+    """As the engine calls it, which schedules `ahead` steps before it reads the output of one."""
+    unread: list[tuple[Any, list[bool]]] = []
     for _ in range(count):
         output = scheduler.schedule()
         stats = scheduler.make_stats()
@@ -268,19 +271,21 @@ def _steps(scheduler: Any, count: int) -> Iterator[harness.Step]:
             free_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         )
         if output.num_scheduled_tokens:
-            _finish(scheduler, output)
+            asked = [scheduler.requests[name] for name in output.num_scheduled_tokens]
+            unread.append((output, [one.num_computed_tokens >= one.num_prompt_tokens for one in asked]))
+        if len(unread) > ahead or (unread and not output.num_scheduled_tokens):
+            _finish(scheduler, *unread.pop(0))
 
 
-def _finish(scheduler: Any, output: Any) -> None:
-    """Tell the scheduler that the step ran: one sampled token for each request whose prompt is complete."""
+def _finish(scheduler: Any, output: Any, complete: list[bool]) -> None:
+    """Tell the scheduler that the step ran: one sampled token for each request whose prompt was complete with it."""
     ids = list(output.num_scheduled_tokens)
-    done = [scheduler.requests[i].num_computed_tokens >= scheduler.requests[i].num_prompt_tokens for i in ids]
     scheduler.update_from_output(
         output,
         import_module("vllm.v1.outputs").ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={name: index for index, name in enumerate(ids)},
-            sampled_token_ids=[[7] if complete else [] for complete in done],
+            sampled_token_ids=[[7] if done else [] for done in complete],
             logprobs=None,
             prompt_logprobs_dict={},
             pooler_output=[],

@@ -44,6 +44,7 @@ def differences(case, outcome, plan, limits, step=first_step):
         "block bytes": (plan.block_bytes, outcome.block_bytes),
         "free blocks": (free, outcome.free_blocks),
         "tokens in flight": (limits.max_in_flight_tokens, outcome.max_in_flight_tokens),
+        "start-up": (plan.at_startup(limits), outcome.startup_blocks),
         "groups": (sum(group.count for group in plan.groups), len(outcome.groups)),
         "groups of a kind": ([g.count for g in plan.groups], [len(groups[g.name]) for g in plan.groups]),
         "rows of a block": (
@@ -91,7 +92,7 @@ def cases(draw):
         prompts=prompts,
         block_size=draw(st.sampled_from([32, 64, 128])),
         max_num_batched_tokens=draw(st.integers(max_num_seqs, 131_072)),
-        max_model_len=draw(st.integers(max(prompts), 1 << 20)),
+        max_model_len=draw(st.integers(max(prompts) + 1, 1 << 20)),
         max_num_seqs=max_num_seqs,
         plugin=draw(st.booleans()),
         async_scheduling=draw(st.booleans()),
@@ -127,12 +128,18 @@ TELLING = (
     published(prompts=(20000, 30000, 100), max_num_batched_tokens=65536, free_blocks=5011),
     published(prompts=(20000, 9000), max_num_batched_tokens=20001, plugin=True),
     published(free_blocks=None, kv_bytes=6959 * 3249664 - 1),
+    published(prompts=(100,), max_num_batched_tokens=2048, max_model_len=5123, async_scheduling=True),
 )
 
 
 class RoundsRowsUp(KvGroup):
     def blocks(self, tokens):
         return self.count * -(-tokens // (self.ratio * self.block_rows))
+
+
+class StartsUpWithFullWindows(KvGroup):
+    def at_startup(self, limits):
+        return self.blocks(limits.max_model_len) if self.window is None else self.cap(limits)
 
 
 class NoSpareBlockInTheCap(KvGroup):
@@ -177,6 +184,7 @@ def tries_the_next_prompt(plan, prompts, limits, free):
 
 WRONG = {
     "rows are rounded up before they are counted": with_groups(RoundsRowsUp),
+    "start-up leaves out a window that is not full": with_groups(StartsUpWithFullWindows),
     "the cap has no block to spare": with_groups(NoSpareBlockInTheCap),
     "there is no cap": with_groups(NoCap),
     "sliding-window layers are one group": with_groups(KvGroup, only="swa", count=1),
@@ -185,6 +193,42 @@ WRONG = {
     "the null block is handed out": lambda plan: CountsTheNullBlock(plan.groups, plan.block_bytes),
     "a block costs one layer less": lambda plan: dataclasses.replace(plan, block_bytes=plan.block_bytes * 21 // 22),
 }
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    prompt=st.integers(1, 12_000),
+    batch=st.integers(100, 4_000),
+    block_size=st.sampled_from([32, 64, 128]),
+    plugin=st.booleans(),
+    asynchronous=st.booleans(),
+)
+def test_with_its_peak_free_a_prompt_ends_without_a_check_at_its_start_and_with_one_block_less_it_does_not(
+    scheduler, prompt, batch, block_size, plugin, asynchronous
+):
+    case = Case(
+        preset("flash"),
+        (prompt,),
+        block_size,
+        batch,
+        prompt + 100,
+        max_num_seqs=1,
+        plugin=plugin,
+        free_blocks=1 << 14,
+        async_scheduling=asynchronous,
+        reserve_full_isl=False,
+        steps=-(-prompt // batch),
+    )
+    peak = plan_of(case).peak(prompt, limits_of(case))
+    assert 1 < peak <= sum(plan_of(case).whole_prompt(prompt, limits_of(case)).values())
+
+    def chunks(free):
+        steps = scheduler.ask(dataclasses.replace(case, free_blocks=free)).steps
+        return [step.scheduled.get("r0", 0) for step in steps]
+
+    starts = range(0, prompt, batch)
+    assert chunks(peak) == [min(batch, prompt - start) for start in starts]
+    assert 0 in chunks(peak - 1)
 
 
 @pytest.mark.parametrize("wrong", WRONG)

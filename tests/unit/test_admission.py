@@ -180,10 +180,53 @@ def test_limits_below_one_are_refused(values, says):
         SchedulerLimits(*values)
 
 
-@pytest.mark.parametrize(("tokens", "says"), [(0, "give at least 1"), (-5, "give at least 1"), (4097, "4096")])
+@pytest.mark.parametrize(
+    ("tokens", "says"), [(0, "give at least 1"), (-5, "give at least 1"), (4096, "4095"), (4097, "4096")]
+)
 def test_a_prompt_that_no_server_would_take_is_refused(tokens, says):
     with pytest.raises(InputError, match=says):
         admit(plan(), tokens, SchedulerLimits(512, 4096), 100)
+
+
+def test_a_prompt_may_be_one_token_shorter_than_the_longest_sequence():
+    """`vllm/v1/engine/input_processor.py` refuses one that leaves no token to generate, as the doctor does."""
+    assert admit(plan(), 4095, SchedulerLimits(512, 4096), 6958).admitted
+    assert first_step(plan(), [4095], SchedulerLimits(512, 4096), 6958) == (512,)
+    with pytest.raises(InputError, match="at most 4095: at least one token is generated"):
+        first_step(plan(), [4096], SchedulerLimits(512, 4096), 6958)
+
+
+@pytest.mark.parametrize(("length", "c4", "c128"), [(5120, 10, 1), (5121, 11, 1), (16384, 32, 1), (16385, 33, 2)])
+def test_start_up_counts_a_window_that_is_not_full_and_admission_does_not(length, c4, c128):
+    windows = 2 * (ceil(127 + 2048, 128) + 1) + ceil(7 + 2048, 8) + 1 + ceil(127 + 2048, 32) + 1
+    assert plan().at_startup(SchedulerLimits(2048, length)) == c4 + c128 + windows
+    assert ceil(5123 // 4, 128) == 10
+
+
+@given(
+    tokens=st.integers(1, 4000),
+    batch=st.integers(1, 3000),
+    flights=st.sampled_from([1, 2]),
+    block_size=st.sampled_from([32, 128]),
+    plugin=st.booleans(),
+)
+def test_what_a_prompt_takes_at_most_is_what_its_chunks_take_one_by_one(tokens, batch, flights, block_size, plugin):
+    groups = plan("flash", block_size, plugin)
+    tables = {group.name: set() for group in groups.groups}  # numbers of the blocks that are there
+    most = 0
+    starts = range(0, tokens, batch)
+    for index, start in enumerate(starts):
+        end = min(start + batch, tokens)
+        read = starts[index - (flights - 1)] if index >= flights - 1 else 0
+        for group in groups.groups:
+            table = tables[group.name]
+            if group.window is not None:  # the next token after those that were read sees its own window, itself in it
+                table -= {block for block in table if (block + 1) * group.block_rows <= read - group.window + 1}
+            rows = end // group.ratio
+            already = max(table, default=-1) + 1
+            table |= set(range(already, ceil(rows, group.block_rows)))
+        most = max(most, sum(group.count * len(tables[group.name]) for group in groups.groups))
+    assert groups.peak(tokens, SchedulerLimits(batch, LONGEST, 16, flights)) == most
 
 
 def test_a_negative_number_of_free_blocks_is_refused():

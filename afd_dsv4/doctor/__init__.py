@@ -26,7 +26,7 @@ from afd_dsv4.admission import GIB
 from afd_dsv4.compat.stack import release
 from afd_dsv4.config import DEFAULT_SLOTS, Executor, Mode
 from afd_dsv4.doctor import logs, machine, metrics, planned, queue
-from afd_dsv4.doctor.facts import Finding, Server, Severity, first_known
+from afd_dsv4.doctor.facts import Finding, Server, Severity, disagreements, first_known
 from afd_dsv4.doctor.report import EXIT_BAD_INPUT, EXIT_PROBLEMS, Report
 from afd_dsv4.geometry import (
     DEFAULT_STACK,
@@ -102,18 +102,20 @@ def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[
         file = tried(lambda: planned.options_of(*_whole_text(given.config, "config")))
     if page and page.malformed:
         found.append(_cut(given.metrics or "", page))
-    server = first_known(
-        [
-            ("given", given.server),
-            ("metrics", metrics.server(page) if page else Server()),
-            ("config", logs.server_of(file) if file else Server()),
-            ("log", log.server if log else Server()),
-        ]
-    )
+    said = [
+        ("given", given.server),
+        ("metrics", metrics.server(page) if page else Server()),
+        ("config", logs.server_of(file) if file else Server()),
+        ("log", log.server if log else Server()),
+    ]
+    server = first_known(said)
+    if differ := disagreements(said):
+        found.append(differ)
     taken: list[str] = []
     if log and log.version and here.has_vllm and here.stack and release(here.stack.vllm) != release(log.version):
         taken.append(f"the log is of vLLM {log.version}, not of this machine's")
     geometry = tried(lambda: _geometry(given, server, read_model, taken))
+    server = tried(lambda: _within(server, geometry, taken)) or server.without("max_model_len")
     layout = tried(lambda: _layout(given, here, server, geometry, taken))
     options: Mapping[str, Any] = file if file is not None else log.options if log else {}
     plan = planned.plan(
@@ -130,20 +132,21 @@ def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[
     staged = plan.settings.tile_tokens if plan.settings and plan.settings.executor is Executor.AFD else None
     rest = {"prompt": given.prompt_tokens, "hbm": hbm, "slots": slots, "tile_tokens": staged}
     case = tried(lambda: queue.case_of(server, geometry, layout, **rest))
-    if case and (given.prompt_tokens or hbm or any(engine.stuck for engine in server.engines)):
+    if case and (given.prompt_tokens or hbm or any(engine.looks_stuck for engine in server.engines)):
         taken += [f"asynchronous scheduling {'on' if queue.ASYNC_ASSUMED else 'off'}"] * (
             server.async_scheduling is None
         )
         taken += [f"{queue.SEQS_ASSUMED} requests"] * (server.max_num_seqs is None)
         taken += [f"longest sequence {case.max_model_len:,}, the model's"] * (server.max_model_len is None)
     wanted = bool(plan.settings and plan.settings.mode is not Mode.OFF)
-    found += queue.findings(case, server, given.prompt_tokens)
+    judged = tried(lambda: list(queue.findings(case, server, given.prompt_tokens)))
+    found += queue.findings(None, server) if judged is None else judged  # a number that no server has costs the blocks
     found += log.findings if log else ()
     found += _hits_of_a_log(log, server)
     found += machine.findings(here, environment, wanted)
     found += _gate(plan, here)
     batch = server.max_num_batched_tokens
-    reserved = case.sizes(batch) if case and batch else None
+    reserved = tried(lambda: case.sizes(batch)) if case and batch else None
     return Report(
         machine=here,
         planned=plan,
@@ -169,6 +172,21 @@ def _geometry(
         return None
     taken.append(f"{server.model} for the preset {name} (--model says otherwise)")
     return preset(name)
+
+
+def _within(server: Server, geometry: ModelGeometry | None, taken: list[str]) -> Server:
+    """The server, whose longest sequence is within the model's; one that runs beyond it was told to.
+
+    Raises:
+        InputError: a longest sequence that vLLM would not start with.
+    """
+    longest = server.max_model_len
+    if geometry is None or longest is None or longest <= (most := geometry.max_position_embeddings):
+        return server
+    if server.sources.get("max_model_len") in ("given", "config"):
+        raise InputError("max-model-len", f"{longest}, {geometry.name} ends at {most}", "lower it")
+    taken.append(f"longest sequence {longest:,}, although the model ends at {most:,}")
+    return server
 
 
 def _layout(

@@ -5,7 +5,9 @@
 Problem: vLLM counts a request that does not fit as `waiting, reason="capacity"`, at 0 % usage, and no more.
 Way: pure functions from one `Server` to findings. The arithmetic is that of `admission.py`, which the tests hold
 against the real scheduler; every remedy is computed before it is named, so that one that does not help is not offered.
-A state at one moment proves a queue stuck only where nobody runs and nothing is in use: then nobody will free anything.
+A queue in which nobody runs and nothing is in use is stuck where a log says that nothing was computed for a whole
+interval, or where the prompt that is asked about cannot fit: then nobody will free anything. One instant, which is all
+that a metrics page shows, looks the same between two steps of requests that end where they start.
 Not here: draft layers, prefix hits, context parallelism (as in `admission.py`), and what a request would find later.
 """
 
@@ -42,6 +44,10 @@ SEQS_ASSUMED: Final = 16
 _NEVER_ADMITTED: Final = ("vllm-project/vllm-ascend#15204", "vllm-project/afd-plugin#292")
 _WINDOWS: Final = ("vllm-project/vllm#54703",)
 _STUCK: Final = (*_NEVER_ADMITTED, "vllm-project/vllm-metal#479")
+_SECOND_LOOK: Final = (
+    "take a second page 10 s later: where it shows the same, and vllm:prompt_tokens_total and "
+    "vllm:generation_tokens_total have not grown, the queue is stuck; a log, with --log, says so by itself"
+)
 
 
 @dataclass(frozen=True)
@@ -140,9 +146,11 @@ def findings(case: Case | None, server: Server, prompt: int | None = None) -> It
                 yield from _moving(server)
                 yield from _hits(case, server)
                 return
-    stuck = [engine for engine in server.engines if engine.stuck]
-    if stuck and not (verdict and verdict.code == "stuck-although-it-fits"):
-        yield _stuck(stuck, case, server)
+    sure = [engine for engine in server.engines if engine.stuck]
+    if sure and not (verdict and verdict.code == "stuck-although-it-fits"):
+        yield _stuck(sure, case, server)
+    if unsure := [engine for engine in server.engines if engine.looks_stuck and not engine.stuck]:
+        yield _stuck(unsure, case, server)
     yield from _moving(server)
     yield from _hits(case, server)
 
@@ -172,7 +180,7 @@ def _too_little(case: Case) -> Finding | None:
         return None
 
     def need(length: int) -> int:
-        return startup_blocks(plan, replace(limits, max_model_len=length)) * plan.block_bytes
+        return plan.at_startup(replace(limits, max_model_len=length)) * plan.block_bytes
 
     wanted = need(case.max_model_len)
     if wanted <= have:
@@ -185,13 +193,13 @@ def _too_little(case: Case) -> Finding | None:
         ),
         _multiplier({g.name: g.cap(limits) for g in plan.groups}, plan, case),
     )
-    smaller = largest(lambda tokens: startup_blocks(plan, case.limits(tokens)) * plan.block_bytes <= have, batch - 1)
+    smaller = largest(lambda tokens: plan.at_startup(case.limits(tokens)) * plan.block_bytes <= have, batch - 1)
     remedies = [f"--max-num-batched-tokens {smaller:,} or less"] if smaller else []
     remedies += [f"--max-model-len {fits:,} or less"] if fits else []
     remedies.append(f"a KV cache of {gib_up(wanted)} GiB")
     if not side:
         mine = case.plan(plugin=True)
-        total = startup_blocks(mine, limits) * mine.block_bytes + case.sizes(batch).device_bytes
+        total = mine.at_startup(limits) * mine.block_bytes + case.sizes(batch).device_bytes
         if total <= case.hbm:
             remedies.append(f"this plugin, with which {gib_up(total)} GiB are enough, tails and slots included")
     return Finding(
@@ -213,17 +221,6 @@ def _too_little(case: Case) -> Finding | None:
     )
 
 
-def startup_blocks(plan: KvPlan, limits: SchedulerLimits) -> int:
-    """Blocks that vLLM's check at start-up wants for one sequence of the longest length.
-
-    It differs from the check of admission in the compressed KV groups, which get no block more there
-    (`vllm/v1/core/kv_cache_utils.py:_max_memory_usage_bytes_from_groups`).
-    """
-    return sum(
-        group.blocks(limits.max_model_len) if group.window is None else group.cap(limits) for group in plan.groups
-    )
-
-
 def _prompt(case: Case) -> Finding | None:
     if case.prompt is None:
         return None
@@ -239,10 +236,10 @@ def _prompt(case: Case) -> Finding | None:
     plan, limits, free = case.plan(plugin=side), case.limits(batch), case.free(batch, plugin=side)
     whole = plan.whole_prompt(case.prompt, limits)
     need = sum(whole.values())
-    stuck = [engine for engine in case.server.engines if engine.stuck]
     if free is None:
         return _not_judged(case, case.server, case.prompt, need)
     if need <= free:
+        stuck = [engine for engine in case.server.engines if engine.stuck]
         return _fits_and_waits(case, need, free, stuck) if stuck else _fits(case, batch, need, free)
     why = [
         *_table(whole, plan),
@@ -252,7 +249,7 @@ def _prompt(case: Case) -> Finding | None:
             "stored: usage stays at 0 %, and nothing behind it in the queue is tried."
         ),
     ]
-    why += [f"So it is here: {_queue(engine)}." for engine in stuck]
+    why += [f"So it is here: {_queue(engine)}." for engine in case.server.engines if engine.looks_stuck]
     why += _should_not_run(case, batch)
     return Finding(
         "prompt-never-fits",
@@ -293,7 +290,7 @@ def _should_not_run(case: Case, batch: int) -> Iterator[str]:
     server = case.server
     if server.max_model_len is None or server.num_blocks is None:
         return
-    wanted = startup_blocks(case.plan(plugin=bool(server.plugin)), case.limits(batch))
+    wanted = case.plan(plugin=bool(server.plugin)).at_startup(case.limits(batch))
     if wanted > server.num_blocks:
         yield (
             f"With these numbers vLLM's check at start-up wants {wanted:,} blocks and refuses to start. That the "
@@ -357,12 +354,20 @@ def _remedies(case: Case, batch: int, need: int, free: int) -> Iterator[str]:
             yield f"--no-async-scheduling with --max-num-batched-tokens {larger:,} or less"
     gib = gib_up((need + NULL_BLOCKS) * plan.block_bytes)
     yield f"a KV cache of {gib} GiB on each worker, {need:,} blocks and the null block"
-    chunk = sum(plan.chunk(min(case.prompt, batch)).values())
+    chunk, peak = sum(plan.chunk(min(case.prompt, batch)).values()), plan.peak(case.prompt, limits)
     flag = "--no-scheduler-reserve-full-isl"
     if chunk > free:
         yield f"not {flag}: the first chunk alone wants {chunk:,} blocks"
+    elif peak > free:
+        yield (
+            f"not {flag}: it would start with {chunk:,} blocks for the first chunk and never end, for on its way it "
+            f"wants {peak:,}: it preempts itself there and begins anew"
+        )
     else:
-        yield f"{flag} starts it with {chunk:,} blocks for the first chunk; it may be preempted again and again"
+        yield (
+            f"{flag} starts it with {chunk:,} blocks for the first chunk, and on its way it takes {peak:,} at most; "
+            "beside others it may be preempted again and again"
+        )
     if not side:
         mine, left = case.plan(plugin=True), case.free(batch, plugin=True) or 0
         wanted = sum(mine.whole_prompt(case.prompt, limits).values())
@@ -407,21 +412,28 @@ def _multiplier(whole: dict[str, int], plan: KvPlan, case: Case) -> str:
 
 
 def _stuck(engines: list[Engine], case: Case | None, server: Server) -> Finding:
-    """A queue that is stuck, with nobody knowing of what length its first prompt is."""
+    """A queue that is stuck, or looks so, with nobody knowing of what length its first prompt is."""
+    sure = engines[0].stuck
     batch, side = server.max_num_batched_tokens, bool(server.plugin)
     if case:
         free = case.free(batch or TYPICAL_BATCHES[-1], plugin=side)
     else:
         free = server.num_blocks - NULL_BLOCKS if server.num_blocks else None
+    blocks = f"all {'' if free is None else f'{free:,} '}blocks are free"
+    certain = (
+        f"Nobody runs and nothing was computed, so {blocks}, and still the first request of the queue wants more. "
+        "Nobody will free any: it waits until it is aborted or the server is restarted, and nothing behind it is tried."
+    )
+    perhaps = (
+        f"Nobody runs, so {blocks}. Either the first request of the queue wants more, and then it waits until it is "
+        "aborted or the server is restarted; or this is an instant between two steps, as of a server whose requests "
+        "end in the step in which they start, for one token each. One page cannot tell which."
+    )
     why = [
-        (
-            f"Nobody runs, so all {'' if free is None else f'{free:,} '}blocks are free, and still the first request "
-            "of the queue wants more. Nobody will free any: it waits until it is aborted or the server is restarted, "
-            "and nothing behind it is tried."
-        ),
+        certain if sure else perhaps,
         *(f"The same elsewhere: {_queue(engine)}." for engine in engines[1:]),
     ]
-    remedies = []
+    remedies = [] if sure else [_SECOND_LOOK]
     numbers: dict[str, Any] = {
         "engines": {engine.name: engine.for_capacity for engine in engines},
         "free_blocks": free,
@@ -452,6 +464,9 @@ def _stuck(engines: list[Engine], case: Case | None, server: Server) -> Finding:
         why.append(f"Blocks are counted for DeepSeek-V4 only, and {server.model} is not called so (--model decides).")
     elif missing := _missing(case, server):
         remedies.append(f"to know more, give {', '.join(missing)}")
+    if not sure:
+        title = f"{_queue(engines[0])}: it looks stuck"
+        return Finding("looks-stuck", Severity.PROBLEM, title, tuple(why), tuple(remedies), _STUCK, numbers)
     return Finding(
         "stuck-queue",
         Severity.PROBLEM,
@@ -506,9 +521,12 @@ def _moving(server: Server) -> Iterator[Finding]:
                 ("vllm-project/vllm-ascend#13478",),
                 {"engine": engine.name, "deferred": engine.deferred},
             )
-        if engine.for_capacity and not engine.stuck and (engine.running or engine.usage):
+        if engine.asleep:
+            yield _asleep(engine)
+        elif engine.for_capacity and (engine.running or engine.usage or engine.throughput):
             in_use = "an unknown share" if engine.usage is None else f"{100 * engine.usage:.1f} %"
             who = f"{engine.running} running" if engine.running else "nobody runs"
+            who += f", {engine.throughput:,.1f} tokens a second" if engine.throughput else ""
             yield Finding(
                 "queue-moves",
                 Severity.NOTE,
@@ -524,6 +542,19 @@ def _moving(server: Server) -> Iterator[Finding]:
                 (),
                 {"engine": engine.name, "waiting": engine.for_capacity, "running": engine.running},
             )
+
+
+def _asleep(engine: Engine) -> Finding:
+    waiting = engine.for_capacity
+    return Finding(
+        "asleep",
+        Severity.PROBLEM if waiting else Severity.NOTE,
+        f"{engine.label} sleeps, with {_requests(waiting)} waiting",
+        ("A sleeping engine starts nothing, however many blocks are free.",),
+        ("wake it: POST /wake_up, or LLM.wake_up()",),
+        (),
+        {"engine": engine.name, "waiting": waiting},
+    )
 
 
 def hit_multiple(layout: PageLayout) -> int:

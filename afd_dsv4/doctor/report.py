@@ -107,6 +107,9 @@ class Report:
                         "waiting_for_capacity": engine.for_capacity,
                         "deferred": engine.deferred,
                         "usage": engine.usage,
+                        "prompt_throughput": engine.prompt_throughput,
+                        "generation_throughput": engine.generation_throughput,
+                        "asleep": engine.asleep,
                     }
                     for engine in self.server.engines
                 ],
@@ -269,7 +272,7 @@ def _server(server: Server, taken: tuple[str, ...]) -> Iterator[str]:
         deferred = f", {engine.deferred} deferred" if engine.deferred else ""
         yield (
             f"{engine.label}: {engine.running} running, {engine.for_capacity} waiting for capacity{deferred}, "
-            f"KV cache usage {usage}"
+            f"KV cache usage {usage}{', asleep' if engine.asleep else ''}"
         )
     if taken:
         yield f"taken: {'; '.join(taken)}"

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from afd_dsv4.admission import SchedulerLimits, kv_plan
 from afd_dsv4.compat.stack import InstalledStack, package_folder
 from afd_dsv4.config import Settings
-from afd_dsv4.doctor import metrics, planned, queue
-from afd_dsv4.doctor.facts import Engine, Finding, Server, Severity, first_known
+from afd_dsv4.doctor import Given, diagnose, metrics, planned, queue
+from afd_dsv4.doctor.facts import Engine, Finding, Server, Severity, disagreements, first_known
 from afd_dsv4.doctor.machine import Machine
 from afd_dsv4.geometry import InputError, page_layout, preset
 from tests.doctor.cases import ASCEND, CASES, HERE, OURS, ROOT, WITH_ASCEND, answer, machine, run
@@ -175,8 +175,8 @@ def test_a_page_that_was_cut_in_a_line_says_so_and_what_is_missing(tmp_path: Pat
     assert status == 1
     codes = {finding["code"]: finding for finding in found["findings"]}
     assert codes["malformed-metrics"]["numbers"] == {"malformed": 1}
-    assert codes["stuck-queue"]["numbers"]["free_blocks"] is None
-    assert "--num-gpu-blocks" in codes["stuck-queue"]["remedies"][-1]
+    assert codes["looks-stuck"]["numbers"]["free_blocks"] is None
+    assert "--num-gpu-blocks" in codes["looks-stuck"]["remedies"][-1]
 
 
 def test_lines_that_are_no_samples_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -384,6 +384,7 @@ def test_nothing_heavy_is_imported_where_it_is_installed(tmp_path: Path) -> None
 
 
 FLASH = preset("flash")
+FLASH_128 = ("--model", "flash", "--block-size", "128")
 
 
 def findings_of(**given: Any) -> list[Finding]:
@@ -436,13 +437,33 @@ def test_a_prompt_must_leave_room_for_one_token(tokens: int, codes: list[str]) -
 def test_that_the_first_chunk_fits_alone_is_said_with_what_it_costs() -> None:
     """A longer prompt than the batch: the cap of the whole is above what the first chunk takes."""
     (found,) = findings_of(
-        prompt=65_536, max_num_batched_tokens=8_192, num_blocks=1_500, async_scheduling=False, max_model_len=131_072
+        prompt=65_536, max_num_batched_tokens=8_192, num_blocks=1_548, async_scheduling=False, max_model_len=131_072
     )
     chunk = 2048 // 128 + 1 + 2 * 8192 // 128 + 8192 // 8 + 8192 // 32  # C128's 64 rows begin a block
-    assert f"--no-scheduler-reserve-full-isl starts it with {chunk:,} blocks for the first chunk" in " ".join(
-        found.remedies
+    # The 8th and last chunk: seven lie before it, of which the windows of the next token keep 127, 7 and 127 tokens.
+    end = 65_536
+    most = math.ceil(end // 4 / 128) + math.ceil(end // 128 / 128)
+    most += 2 * (end // 128 - (end - 8192 - 127) // 128)
+    most += end // 8 - (end - 8192 - 7) // 8 + end // 32 - (end - 8192 - 127) // 32
+    flag = "--no-scheduler-reserve-full-isl"
+    assert (
+        f"{flag} starts it with {chunk:,} blocks for the first chunk, and on its way it takes {most:,} at most; beside "
+        "others it may be preempted again and again"
+    ) in found.remedies
+
+
+def test_to_start_a_prompt_that_can_never_end_is_not_offered() -> None:
+    """The C4 rows of all its tokens alone want more than there is, whatever its chunks want."""
+    (found,) = findings_of(
+        prompt=280_000, max_num_batched_tokens=1024, num_blocks=401, async_scheduling=False, max_model_len=300_000
     )
-    assert found.remedies[-2].endswith("it may be preempted again and again")
+    chunk = 1024 // 4 // 128 + 1 + 2 * 1024 // 128 + 1024 // 8 + 1024 // 32
+    assert math.ceil(280_000 // 4 / 128) > 400 > chunk
+    assert any(
+        remedy.startswith(f"not --no-scheduler-reserve-full-isl: it would start with {chunk:,} blocks")
+        and "never end" in remedy
+        for remedy in found.remedies
+    )
 
 
 def test_a_prompt_that_cannot_be_judged_is_not_passed_over() -> None:
@@ -463,14 +484,22 @@ def test_a_server_that_is_well_has_nothing_to_show_in_its_log(tmp_path: Path) ->
     assert (status, found["findings"]) == (0, [])
 
 
-def queued(running: int, waiting: int, usage: float | None, deferred: int = 0) -> tuple[Engine, ...]:
-    return (Engine("0", running, waiting, deferred, usage),)
+def queued(
+    running: int, waiting: int, usage: float | None, deferred: int = 0, computed: float | None = None, **said: bool
+) -> tuple[Engine, ...]:
+    """One engine; what it computed in the interval of a log's line, where there is one."""
+    return (Engine("0", running, waiting, deferred, usage, computed, None if computed is None else 0.0, **said),)
 
 
 @pytest.mark.parametrize(
     ("engines", "codes"),
     [
-        (queued(0, 1, 0.0), ["stuck-queue"]),
+        (queued(0, 1, 0.0), ["looks-stuck"]),
+        (queued(0, 1, 0.0, computed=0.0), ["stuck-queue"]),
+        (queued(0, 2, 0.0, computed=8192.0), ["queue-moves"]),
+        (queued(0, 1, 0.0, asleep=False), ["looks-stuck"]),
+        (queued(0, 1, 0.0, asleep=True), ["asleep"]),
+        (queued(0, 1, 0.0, computed=0.0, asleep=True), ["asleep"]),
         (queued(0, 0, 0.0), []),
         (queued(4, 0, 0.99), []),
         (queued(1, 1, 0.0), ["queue-moves"]),
@@ -484,8 +513,85 @@ def test_only_a_queue_that_nobody_can_move_is_called_stuck(engines: tuple[Engine
     assert [one.code for one in found] == codes
 
 
+def test_an_engine_that_sleeps_needs_somebody_only_where_requests_wait_for_it() -> None:
+    for waiting, severity in ((2, Severity.PROBLEM), (0, Severity.NOTE)):
+        (found,) = findings_of(engines=queued(0, waiting, 0.0, asleep=True))
+        assert (found.code, found.severity, found.numbers["waiting"]) == ("asleep", severity, waiting)
+
+
+def test_an_instant_between_two_steps_is_told_from_a_queue_that_is_stuck() -> None:
+    """A healthy prefill server of prompts that fit: its page looks so for an instant."""
+    numbers = {"num_blocks": 6959, "max_num_batched_tokens": 8192, "max_model_len": 131_072}
+    (found,) = findings_of(engines=queued(0, 2, 0.0), **numbers)
+    assert (found.code, found.severity) == ("looks-stuck", Severity.PROBLEM)
+    assert "an instant between two steps" in found.why[0]
+    assert found.remedies[0].startswith("take a second page 10 s later")
+    found = findings_of(engines=queued(0, 2, 0.0), prompt=8192, **numbers)
+    assert [one.code for one in found] == ["prompt-fits", "looks-stuck"]
+    found = findings_of(engines=queued(0, 2, 0.0), prompt=63_778, **numbers | {"max_num_batched_tokens": 65_536})
+    assert [one.code for one in found] == ["prompt-never-fits"]  # by arithmetic
+    assert any(line.startswith("So it is here: engine 0: 2 requests waiting") for line in found[0].why)
+
+
+@pytest.mark.parametrize(
+    ("log", "code"),
+    [
+        (queued(0, 1, 0.0, computed=0.0), "stuck-queue"),
+        ((Engine("2 Engines Aggregated", 0, 1, 0, 0.0, 0.0, 0.0),), "stuck-queue"),
+        ((Engine("1", 0, 1, 0, 0.0, 0.0, 0.0),), "looks-stuck"),  # of another engine
+        (queued(0, 0, 0.0, computed=0.0), "looks-stuck"),  # from before the requests came
+        (queued(0, 1, 0.0, computed=5.0), "looks-stuck"),
+        (queued(1, 1, 0.0, computed=0.0), "looks-stuck"),
+        ((), "looks-stuck"),
+    ],
+)
+def test_a_page_and_a_log_that_agree_prove_together(log: tuple[Engine, ...], code: str) -> None:
+    both = first_known([("metrics", Server(engines=queued(0, 1, 0.0))), ("log", Server(engines=log))])
+    assert [one.code for one in queue.findings(None, both)] == [code]
+
+
+def test_what_start_up_wants_of_a_length_that_fills_no_block_is_not_offered_too_long(tmp_path: Path) -> None:
+    """`AscendMLAAttentionSpec.max_memory_usage_bytes` counts a window that is not full; run in the real check."""
+    numbers = [*FLASH_128, "--hbm-gib", "2.2", "--max-num-batched-tokens", "2048", "--max-model-len", "131072"]
+    found, _, _ = asked(tmp_path, *numbers)
+
+    def wanted(length: int) -> int:
+        swa, c4, c128 = (min(window - 1 + 2 * 2048, length) for window in (128, 8, 128))
+        windows = 2 * (math.ceil(swa / 128) + 1) + math.ceil(c4 / 8) + 1 + math.ceil(c128 / 32) + 1
+        return math.ceil(length / (4 * 128)) + math.ceil(length / (128 * 128)) + windows
+
+    there = int(2.2 * 2**30) // 3_249_664
+    assert (there, wanted(5_120), wanted(5_121), wanted(5_123)) == (726, 726, 727, 727)
+    assert "--max-model-len 5,120 or less" in found["findings"][0]["remedies"]
+
+
+def test_a_longest_sequence_beyond_the_model_is_refused_and_the_models_own_is_taken(tmp_path: Path) -> None:
+    numbers = [*FLASH_128, "--free-blocks", "6958", "--max-num-batched-tokens", "2048"]
+    asked_for = [*numbers, "--max-model-len", "9999999", "--prompt-tokens", "2000000"]
+    found, status, _ = asked(tmp_path, *asked_for)
+    assert (status, found["errors"]) == (2, ["max-model-len: 9999999, flash ends at 1048576; lower it"])
+    assert [one["code"] for one in found["findings"]] == ["prompt-longer-than-model"]
+    assert "max_model_len" not in {**found["server"], **found["server"]["sources"]}
+    # A server that runs beyond it was told to.
+    line = b"INFO 11-30 09:12:04 [x.py:1] Using max model len 9999999\n"
+    found, status, _ = asked(tmp_path, *numbers, "--log", "-", "--prompt-tokens", "2000000", given=line)
+    assert (status, found["errors"]) == (0, [])
+    assert "longest sequence 9,999,999, although the model ends at 1,048,576" in found["server"]["taken"]
+
+
+def test_a_number_that_no_scheduler_has_costs_only_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever read it: what the queue shows, and what is installed, is said all the same."""
+    monkeypatch.setattr("afd_dsv4.doctor.machine.survey", lambda _: Machine(None, None, None, (), {}))
+    server = Server(block_size=128, max_num_batched_tokens=0, num_blocks=6959, engines=queued(0, 1, 0.0))
+    report = diagnose(Given(model="flash", server=server, prompt_tokens=100), {}, preset)
+    assert report.errors == ("max_num_batched_tokens: 0; it must be at least 1",)
+    assert [one.code for one in report.findings] == ["looks-stuck"]
+
+
 def test_a_stuck_queue_of_a_prompt_that_fits_is_not_explained_with_that_prompt() -> None:
-    found = findings_of(engines=queued(0, 1, 0.0), num_blocks=6959, max_num_batched_tokens=4096, prompt=4096)
+    found = findings_of(
+        engines=queued(0, 1, 0.0, computed=0.0), num_blocks=6959, max_num_batched_tokens=4096, prompt=4096
+    )
     assert [one.code for one in found] == ["stuck-although-it-fits"]
     need = 1024 // 128 + 1 + 2 * 4096 // 128 + 4096 // 8 + 4096 // 32  # C128's 32 rows begin a block
     assert found[0].numbers["native"]["blocks_needed"] == need
@@ -510,3 +616,27 @@ def test_of_several_sources_the_first_that_knows_a_number_is_believed_and_named(
     both = first_known([("given", one), ("log", two)])
     assert (both.num_blocks, both.block_size, both.prefix_caching) == (5, 128, False)
     assert both.sources == {"num_blocks": "given", "block_size": "log", "prefix_caching": "log"}
+
+
+def test_inputs_that_disagree_are_named_with_both_values_and_the_one_that_was_taken(tmp_path: Path) -> None:
+    page = (HERE / "stuck.metrics").read_text(encoding="utf-8").replace('num_gpu_blocks="6959"', 'num_gpu_blocks="100"')
+    (tmp_path / "page").write_text(page, encoding="utf-8")
+    found, _, _ = asked(tmp_path / "none", "--metrics", str(tmp_path / "page"), "--log", "stuck.log")
+    (differ,) = [one for one in found["findings"] if one["code"] == "disagree"]
+    assert differ["severity"] == "note"
+    assert differ["title"] == "the inputs disagree about num_blocks"
+    assert differ["why"] == ["num_blocks: 100 (metrics), 6,959 (log); 100 was taken."]
+    assert differ["numbers"] == {"num_blocks": {"metrics": 100, "log": 6959, "taken": "metrics"}}
+    assert found["server"]["num_blocks"] == 100
+
+
+def test_inputs_that_may_differ_or_say_the_same_do_not_disagree() -> None:
+    page = Server(model="deepseek-ai/DeepSeek-V4-Flash", num_blocks=5, plugin=True, hits=1)
+    log = Server(model="/models/DeepSeek-V4-Flash", num_blocks=5, hits=2, kv_gib=1.5)
+    assert disagreements([("metrics", page), ("log", log), ("config", Server(model="dsv4"))]) is None
+    differ = disagreements([("metrics", page), ("log", Server(model="DeepSeek-V4-Pro", plugin=False))])
+    assert differ
+    assert differ.why == (
+        "model: flash (metrics), pro (log); flash was taken.",
+        "plugin: on (metrics), off (log); on was taken.",
+    )

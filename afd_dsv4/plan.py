@@ -25,7 +25,6 @@ from afd_dsv4.admission import (
     NULL_BLOCKS,
     STATE_GROUPS,
     Admission,
-    KvGroup,
     KvPlan,
     SchedulerLimits,
     admit,
@@ -179,7 +178,7 @@ def answer(question: Question) -> Answer:
         plan = question.plan(side)
         free = question.free(side, plan)
         found = admit(plan, question.prompt_tokens, question.limits, free)
-        resident = {group.name: kept(group, question.prompt_tokens) for group in plan.groups}
+        resident = {group.name: group.held(question.prompt_tokens, question.prompt_tokens) for group in plan.groups}
         sides[side] = Side(
             admission=found,
             block_bytes=plan.block_bytes,
@@ -188,17 +187,6 @@ def answer(question: Question) -> Answer:
             resident={name: resident.get(name, 0) for name in GROUP_NAMES},
         )
     return Answer(question, sides)
-
-
-def kept(group: KvGroup, tokens: int) -> int:
-    """Blocks of a kind of group that a request keeps once this many tokens are computed.
-
-    What lies wholly before the window is freed (vLLM `SlidingWindowManager.get_num_skipped_tokens`).
-    """
-    if group.window is None:
-        return group.blocks(tokens)
-    gone = max(0, tokens - group.window + 1) // group.block_rows
-    return group.blocks(tokens) - group.count * gone
 
 
 def _largest_chunk(question: Question, side: str, plan: KvPlan) -> int:

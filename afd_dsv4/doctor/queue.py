@@ -527,6 +527,9 @@ def _moving(server: Server) -> Iterator[Finding]:
             in_use = "an unknown share" if engine.usage is None else f"{100 * engine.usage:.1f} %"
             who = f"{engine.running} running" if engine.running else "nobody runs"
             who += f", {engine.throughput:,.1f} tokens a second" if engine.throughput else ""
+            if not engine.name.isdigit() and not engine.name.startswith("1 "):
+                yield _of_several(engine, who)
+                continue
             yield Finding(
                 "queue-moves",
                 Severity.NOTE,
@@ -542,6 +545,18 @@ def _moving(server: Server) -> Iterator[Finding]:
                 (),
                 {"engine": engine.name, "waiting": engine.for_capacity, "running": engine.running},
             )
+
+
+def _of_several(engine: Engine, who: str) -> Finding:
+    return Finding(
+        "queue-not-known",
+        Severity.NOTE,
+        f"{engine.label}: {_requests(engine.for_capacity)} waiting, {who}: whether they wait behind others or in an "
+        "engine that is stuck is not known",
+        ("That line of the log adds all engines up: one may run while another stands still.",),
+        ("give the metrics page, which shows every engine by itself, with --metrics",),
+        numbers={"engines": engine.name, "waiting": engine.for_capacity, "running": engine.running},
+    )
 
 
 def _asleep(engine: Engine) -> Finding:

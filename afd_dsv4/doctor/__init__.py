@@ -15,12 +15,14 @@ Not here: repairing anything, asking a server, and drivers, CANN or devices.
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import stat
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from afd_dsv4.admission import GIB
 from afd_dsv4.compat.stack import release
@@ -102,11 +104,14 @@ def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[
         file = tried(lambda: planned.options_of(*_whole_text(given.config, "config")))
     if page and page.malformed:
         found.append(_cut(given.metrics or "", page))
+    from_file, from_log = logs.server_of(file) if file else Server(), log.server if log else Server()
+    # A page has the name that the model is served by, which may be any.
+    ours = given.model is not None or any(metrics.is_deepseek_v4(one.model) for one in (from_file, from_log))
     said = [
         ("given", given.server),
-        ("metrics", metrics.server(page) if page else Server()),
-        ("config", logs.server_of(file) if file else Server()),
-        ("log", log.server if log else Server()),
+        ("metrics", metrics.server(page, deepseek_v4=ours) if page else Server()),
+        ("config", from_file),
+        ("log", from_log),
     ]
     server = first_known(said)
     if differ := disagreements(said):
@@ -117,7 +122,7 @@ def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[
     geometry = tried(lambda: _geometry(given, server, read_model, taken))
     server = tried(lambda: _within(server, geometry, taken)) or server.without("max_model_len")
     layout = tried(lambda: _layout(given, here, server, geometry, taken))
-    options: Mapping[str, Any] = file if file is not None else log.options if log else {}
+    options = file if file is not None else (log.options or None) if log else None
     plan = planned.plan(
         options,
         here,
@@ -142,6 +147,8 @@ def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[
     judged = tried(lambda: list(queue.findings(case, server, given.prompt_tokens)))
     found += queue.findings(None, server) if judged is None else judged  # a number that no server has costs the blocks
     found += log.findings if log else ()
+    told = {finding.code for finding in found}  # a log says with more words what the page counts
+    found += [finding for finding in metrics.said(page).findings if finding.code not in told] if page else []
     found += _hits_of_a_log(log, server)
     found += machine.findings(here, environment, wanted)
     found += _gate(plan, here)
@@ -276,13 +283,13 @@ def _whole_text(name: str | None, what: str) -> tuple[str, str]:
     head, tail, size = _bytes(name, what)
     if tail or size > MOST_BYTES:
         raise InputError(f"{what} {name!r}", f"has {size:,} bytes", f"give at most {MOST_BYTES:,}")
-    return head.decode("utf-8", "replace"), name
+    return head.decode("utf-8-sig", "replace"), name
 
 
 def _text(name: str, what: str, found: list[Finding]) -> str:
     head, tail, size = _bytes(name, what)
     if size <= MOST_BYTES:
-        return head.decode("utf-8", "replace")
+        return head.decode("utf-8-sig", "replace")
     found.append(
         Finding(
             "log-cut",
@@ -290,7 +297,7 @@ def _text(name: str, what: str, found: list[Finding]) -> str:
             f"{what} {name!r} has {size:,} bytes: the first {len(head):,} and the last {len(tail):,} were read",
         )
     )
-    return head.decode("utf-8", "replace") + "\n" + tail.decode("utf-8", "replace")
+    return head.decode("utf-8-sig", "replace") + "\n" + tail.decode("utf-8", "replace")
 
 
 def _bytes(name: str, what: str) -> tuple[bytes, bytes, int]:
@@ -302,6 +309,9 @@ def _bytes(name: str, what: str) -> tuple[bytes, bytes, int]:
     remedy = "give a file, or - for standard input"
     if not name:
         raise InputError(what, "an empty name was given", remedy)
+    if re.match(r"https?://", name, re.IGNORECASE):
+        remedy = f"say `curl -s {shlex.quote(name)} | afd-dsv4 doctor --{what} -`"
+        raise InputError(what, f"{name!r} is an address, and doctor asks no server", remedy)
     try:
         if name == STDIN:
             if sys.stdin is None:

@@ -3,9 +3,11 @@
 """Reads the log of a vLLM server.
 
 Problem: what a server was told, what it made of it and why it ended stand in a dozen lines among thousands, of several
-processes, perhaps coloured, perhaps behind what a container puts before each line.
-Way: the messages of vLLM, vllm-ascend and this plugin are looked for by their exact words, wherever they stand in a
-line. Of settings and states the last one counts, of faults all do. A file without one line in vLLM's format is refused.
+processes, and perhaps of several starts.
+Way: the messages of vLLM, vllm-ascend and this plugin are looked for by their exact words at the begin of a message
+(`lines.py`), so that words in a request that was logged are none. The last start counts, faults of earlier ones are
+notes. Within it the last setting and the last state count, of workers' memory the least, as for vLLM, and every fault.
+A number has at most 12 digits; a longer one is none. A file without one line in vLLM's format is refused.
 Not here: what the numbers mean (`queue.py`). Words that no release in `SOURCES` prints are not looked for.
 """
 
@@ -14,11 +16,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
+from afd_dsv4.doctor import verdicts
 from afd_dsv4.doctor.facts import Engine, Finding, Server, Severity
-from afd_dsv4.geometry import InputError
+from afd_dsv4.doctor.lines import RAISED, Line, is_log, lines_with, starts, unwrapped
+from afd_dsv4.geometry import MOST, InputError
 
 #: Where the messages are from, the same words in vLLM 0.23.0 and 0.26.0 (vllm-ascend 0.23.0 and 80d8c194f).
 SOURCES: Final = (
@@ -33,59 +37,60 @@ SOURCES: Final = (
     "afd_dsv4/gate.py:Decision.line, afd_dsv4/plugin.py",
 )
 
-_LINE = re.compile(r"\b(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]+:\d+\] ")
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_LONGEST: Final = 1 << 17  # characters of a line that are looked at
+#: A whole number, and one with a point. `\\d` would take the digits of every script.
+_N: Final = "([0-9]{1,12})(?![0-9])"
+_D: Final = r"([0-9]{1,12}(?:\.[0-9]{1,12})?)(?![0-9.])"
 
 _STATE = re.compile(
-    r"(?:Engine (\d+)|(\d+ Engines Aggregated)): Avg prompt throughput: ([\d.]+) tokens/s, Avg generation throughput: "
-    r"[\d.]+ tokens/s, Running: (\d+) reqs, Waiting: (\d+) reqs(?:, Deferred: (\d+) reqs)?(?:, Preemptions: \d+)?, GPU "
-    r"KV cache usage: ([\d.]+)%, Prefix cache hit rate: ([\d.]+)%"
+    rf"(?:Engine {_N}|([0-9]{{1,6}} Engines Aggregated)): Avg prompt throughput: {_D} tokens/s, Avg generation "
+    rf"throughput: {_D} tokens/s, Running: {_N} reqs, Waiting: {_N} reqs(?:, Deferred: {_N} reqs)?"
+    rf"(?:, Preemptions: [0-9]+)?, GPU KV cache usage: {_D}%, Prefix cache hit rate: {_D}%"
 )
-_CONFIG = re.compile(r"Initializing a V1 LLM engine \(v(\S+)\) with config: model='([^']*)'")
-_OPTIONS = re.compile(r"non-default args: (\{.*\})\s*$")
-_OURS = re.compile(r"afd-dsv4 \S+, (mode '\w+': (on|off|refused, stays off) \(.*\).*|stays off: .*)$")
+_CONFIG = re.compile(r"Initializing a V1 LLM engine \(v(\S{1,80})\) with config: model='([^']{1,400})'")
+_OPTIONS = re.compile(r"non-default args: (.*)")
+_MADE: Final = r"Initializing a V1 LLM engine \(v\S{1,80}\) with config: model=.*"
 
 #: Pattern, and the numbers in it by the name of `Server`.
 _NUMBERS: Final[tuple[tuple[re.Pattern[str], str, Callable[[str], Any]], ...]] = (
-    (re.compile(r"Chunked prefill is enabled with max_num_batched_tokens=(\d+)\."), "max_num_batched_tokens", int),
+    (re.compile(rf"Chunked prefill is enabled with max_num_batched_tokens={_N}\."), "max_num_batched_tokens", int),
     (re.compile(r"Asynchronous scheduling is (enabled|disabled)\."), "async_scheduling", "enabled".__eq__),
-    (re.compile(r"Using max model len (\d+)"), "max_model_len", int),
-    (re.compile(r"with config: model=.*\bmax_seq_len=(\d+),"), "max_model_len", int),
-    (re.compile(r"Auto-fit max_model_len: reduced from \d+ to (\d+)"), "max_model_len", int),
-    (re.compile(r"with config: model=.*\benable_prefix_caching=(True|False),"), "prefix_caching", "True".__eq__),
-    (re.compile(r"For deepseek_v4 model, block size should be .*Setting block size to (\d+)"), "block_size", int),
-    (re.compile(r"Available KV cache memory: ([\d.]+) GiB"), "kv_gib", float),
-    (re.compile(r"Overriding num_gpu_blocks=\d+ with num_gpu_blocks_override=(\d+)"), "num_blocks", int),
-    (re.compile(r"Engine \d+: vllm cache_config_info .*num_gpu_blocks is: (\d+)"), "num_blocks", int),
+    (re.compile(rf"Using max model len {_N}"), "max_model_len", int),
+    (re.compile(rf"{_MADE}\bmax_seq_len={_N},"), "max_model_len", int),
+    (re.compile(rf"Auto-fit max_model_len: reduced from [0-9]+ to {_N}"), "max_model_len", int),
+    (re.compile(rf"{_MADE}\benable_prefix_caching=(True|False),"), "prefix_caching", "True".__eq__),
+    (re.compile(rf"For deepseek_v4 model, block size should be .*Setting block size to {_N}"), "block_size", int),
+    (re.compile(rf"Available KV cache memory: {_D} GiB"), "kv_gib", float),
+    (re.compile(rf"Overriding num_gpu_blocks=[0-9]+ with num_gpu_blocks_override={_N}"), "num_blocks", int),
+    (re.compile(rf"Engine [0-9]+: vllm cache_config_info .*num_gpu_blocks is: {_N}"), "num_blocks", int),
 )
-_OF_ALL = re.compile(r"(\d+) Engines: vllm cache_config_info .*num_gpu_blocks is: (\d+)")
+_OF_ALL = re.compile(rf"{_N} Engines: vllm cache_config_info .*num_gpu_blocks is: {_N}")
 
 _START = re.compile(
-    r"To serve at least one request with the model's max seq len \((\d+)\), \(([\d.]+) GiB KV cache is needed, which "
-    r"is larger than the available KV cache memory \(([\d.]+) GiB\)\.(?: Based on the available memory, the estimated "
-    r"maximum model length is (\d+)\.)?"
+    rf"To serve at least one request with the model's max seq len \({_N}\), \({_D} GiB KV cache is needed, which "
+    rf"is larger than the available KV cache memory \({_D} GiB\)\.(?: Based on the available memory, the estimated "
+    rf"maximum model length is {_N}\.)?"
 )
 _NOTHING = "No available memory for the cache blocks."
 _LONG = re.compile(
-    r"The decoder prompt \(length (\d+)\)(?: plus the number of requested output tokens \(at least 1\))? is longer "
-    r"than the maximum model length of (\d+)\."
+    rf"The decoder prompt \(length {_N}\)(?: plus the number of requested output tokens \(at least 1\))? is longer "
+    rf"than the maximum model length of {_N}\."
 )
 _LONG_RENDERED = re.compile(
-    r"This model's maximum context length is (\d+) tokens\. However, you requested (\d+) output tokens and your prompt "
-    r"contains (?:at least )?(\d+) input tokens"
+    rf"This model's maximum context length is {_N} tokens\. However, you requested {_N} output tokens and your prompt "
+    rf"contains (?:at least )?{_N} input tokens"
 )
 _LONG_TEXT = re.compile(
-    r"This model's maximum context length is (\d+) tokens\. However, you requested \d+ output tokens and your prompt "
-    r"contains (\d+) characters \(more than \d+ characters, which is the upper bound for (\d+) input tokens\)"
+    rf"This model's maximum context length is {_N} tokens\. However, you requested [0-9]+ output tokens and your "
+    rf"prompt contains {_N} characters \(more than [0-9]+ characters, which is the upper bound for {_N} input tokens\)"
 )
 _PLATFORMS = re.compile(r"Only one platform plugin can be activated, but got: \[(.*)\]")
-_NOT_LOADED = re.compile(r"Failed to load plugin (\S+)")
+_NOT_LOADED = re.compile(r"Failed to load plugin (\S{1,200})")
 
 
 #: A line without any of these holds nothing that is looked for.
 _WORDS: Final = (
     "afd-dsv4 ",
+    "afd-dsv4: slot ",
     "Available KV cache",
     "Asynchronous scheduling",
     "Auto-fit",
@@ -115,7 +120,7 @@ class Log:
         options: what the server was told beside the defaults, as vLLM's `EngineArgs` names it; empty is not known.
         version: of vLLM, None where it is not said.
         plugin: what this plugin said last of its mode, None where it said nothing.
-        findings: the faults that it names.
+        findings: the faults that it names, and as notes those of earlier starts.
         hit_rate: of the prefix cache, 0 to 1, of the last state; None where no prompt was computed.
     """
 
@@ -137,64 +142,93 @@ def parse(text: str, name: str) -> Log:
     Raises:
         InputError: no line in vLLM's format.
     """
-    text = _COLOUR.sub("", text)
-    if not _LINE.search(text):
+    text = unwrapped(text)
+    if not is_log(text):
         none = f"holds {len(text):,} characters and no line such as 'INFO 11-30 05:28:02 [core.py:113] ...'"
         raise InputError(f"log {name!r}", none, "give what the vLLM server writes, at level INFO")
-    numbers: dict[str, Any] = {}
+    *earlier, last = starts(lines_with(_WORDS, text))
+    said = verdicts.of_log(last)
+    version, hit_rate, computed = None, None, False
+    options: Mapping[str, Any] = {}
+    notes: list[Finding] = []
+    numbers: dict[str, Any] = {} if said.plugin is None else {"plugin": said.plugin}
     engines: dict[str, Engine] = {}
-    log = Log(Server())
-    computed = False
-    lines = list(_lines(text))
-    for line in lines:
-        for pattern, key, read in _NUMBERS:
-            if said := pattern.search(line):
-                numbers[key] = read(said[1])
-        if found := _OF_ALL.search(line):
-            numbers["num_blocks"] = int(found[2]) // max(int(found[1]), 1)
-        elif found := _CONFIG.search(line):
-            log = replace(log, version=found[1])
-            numbers["model"] = found[2]
-        elif found := _OPTIONS.search(line):
-            log = replace(log, options=_literal(found[1]))
-        elif found := _OURS.search(line):
-            log = replace(log, plugin=found[1])
-            numbers["plugin"] = found[2] == "on"
-        elif found := _STATE.search(line):
-            run, waiting, deferred = int(found[4]), int(found[5]), int(found[6] or 0)
-            who = str(int(found[1])) if found[1] else found[2]
-            state = Engine(who, run, waiting, deferred, float(found[7]) / 100)
+    for message in (line.message for line in last if not line.bare):
+        _read_numbers(message, numbers)
+        if found := _CONFIG.match(message):
+            version, numbers["model"] = found.groups()
+        elif found := _OPTIONS.match(message):
+            options, lost = _literal(found[1])
+            notes += [lost] if lost else []
+        elif found := _STATE.match(message):
+            state = _state(found)
             engines[state.name] = state
-            computed |= float(found[3]) > 0
-            log = replace(log, hit_rate=float(found[8]) / 100 if computed else None)
-    told = server_of(log.options)
-    read_server = Server(**{**told.known(), **numbers}, engines=tuple(engines.values()))
-    return replace(log, server=read_server, findings=tuple(_faults(lines)))
+            computed |= bool(state.prompt_throughput)
+            hit_rate = _share(found[9]) if computed else None
+    told = server_of(options)
+    server = Server(**{**told.known(), **numbers}, engines=tuple(engines.values()))
+    findings = (*_faults(last), *said.findings, *notes, *_earlier(earlier))
+    return Log(server, options, version, said.text, findings, hit_rate)
 
 
-def _lines(text: str) -> Iterator[str]:
-    """The lines that hold one of the words, in their order; a log may have millions of others."""
-    begins = set()
-    for word in _WORDS:
-        at = text.find(word)
-        while at >= 0:
-            begins.add(text.rfind("\n", 0, at) + 1)
-            end = text.find("\n", at)
-            at = text.find(word, end) if end >= 0 else -1
-    for begin in sorted(begins):
-        end = text.find("\n", begin)
-        yield text[begin : min(end if end >= 0 else len(text), begin + _LONGEST)].rstrip("\r")
+def _read_numbers(message: str, numbers: dict[str, Any]) -> None:
+    """Enter what a message says; a count of 0 is none of a server's."""
+    for pattern, key, read in _NUMBERS:
+        if found := pattern.match(message):
+            value = read(found[1])
+            if key == "kv_gib":  # vLLM gives every worker as many blocks as the one with the least memory has room for
+                numbers[key] = min(value, numbers.get(key, value))
+            elif isinstance(value, bool) or value > 0:
+                numbers[key] = value
+    if (found := _OF_ALL.match(message)) and (blocks := int(found[2]) // max(int(found[1]), 1)):
+        numbers["num_blocks"] = blocks
+
+
+def _state(found: re.Match[str]) -> Engine:
+    one, all_of_them, prompt, generation, running, waiting, deferred, usage, _ = found.groups()
+    return Engine(
+        str(int(one)) if one else all_of_them,
+        int(running),
+        int(waiting),
+        int(deferred or 0),
+        _share(usage),
+        float(prompt),
+        float(generation),
+    )
+
+
+def _share(percent: str) -> float | None:
+    share = float(percent) / 100
+    return share if share <= 1 else None
+
+
+def _earlier(starts_before: list[list[Line]]) -> Iterator[Finding]:
+    """What went wrong in earlier starts, one note for every kind."""
+    found: dict[str, list[Finding]] = {}
+    for lines in starts_before:
+        for finding in (*_faults(lines), *verdicts.of_log(lines).findings):
+            found.setdefault(finding.code, []).append(finding)
+    for code, these in found.items():
+        more = f" (and {len(these) - 1:,} more {code})" if len(these) > 1 else ""
+        yield Finding(
+            "earlier-start",
+            Severity.NOTE,
+            f"an earlier start in this log: {these[0].title}{more}",
+            (f"The log holds {len(starts_before) + 1:,} starts; all else here is of the last one.",),
+            numbers={"code": code, "times": len(these), "starts": len(starts_before) + 1},
+        )
 
 
 def server_of(options: Mapping[str, Any]) -> Server:
     """The numbers in what a server is told, by the names of vLLM's `EngineArgs`; other types are left out.
 
-    So are numbers below 1: none is one of a server's, and a `max_model_len` of -1 is vLLM's word for its own choice.
+    So are numbers that no server has: those below 1 (a `max_model_len` of -1 is vLLM's word for its own choice), and
+    those that no machine holds.
     """
 
     def of(name: str, kind: type) -> Any:
         value = options.get(name)
-        if kind is int and isinstance(value, int) and value < 1:
+        if kind is int and isinstance(value, int) and not 1 <= value <= MOST:
             return None
         return value if isinstance(value, kind) and isinstance(value, bool) is (kind is bool) else None
 
@@ -213,39 +247,63 @@ def server_of(options: Mapping[str, Any]) -> Server:
     )
 
 
-def _literal(text: str) -> Mapping[str, Any]:
-    """A dictionary as Python writes it; an entry that is no literal is lost alone, text that is none gives nothing."""
+def _literal(text: str) -> tuple[dict[str, Any], Finding | None]:
+    """A dictionary as Python writes it, and what could not be read of it: an entry that is no literal is lost alone."""
     # Enumerations are written as <Name.MEMBER: 0>, which is no Python.
     for wording in (text, re.sub(r"<[^<>]*>", "None", text)):
         try:
-            tree = ast.parse(wording, mode="eval").body
-            break
+            tree = ast.parse(wording.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue
+        if isinstance(tree, ast.Dict):
+            break
     else:
-        return {}
-    found = {}
-    for key, value in zip(tree.keys, tree.values, strict=True) if isinstance(tree, ast.Dict) else ():
+        return {}, _not_read("", text)
+    found, lost = {}, []
+    for key, value in zip(tree.keys, tree.values, strict=True):
+        name = key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else "?"
         try:
-            found[str(ast.literal_eval(key or ast.Constant(None)))] = ast.literal_eval(value)
-        except (ValueError, TypeError, RecursionError):
-            continue
-    return found
+            if any(isinstance(one, ast.Constant) and not _can_be_told(one.value) for one in ast.walk(value)):
+                lost.append(name)
+                continue
+            found[name] = ast.literal_eval(value)
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            lost.append(name)
+    return found, _not_read(", ".join(lost), text) if lost else None
 
 
-def _faults(lines: Iterable[str]) -> Iterator[Finding]:
+def _can_be_told(value: object) -> bool:
+    """Whether a number is one that a message can hold; Python writes out no more than 4,300 digits."""
+    return not isinstance(value, int | float) or -(2.0**64) < value < 2.0**64
+
+
+def _not_read(names: str, text: str) -> Finding:
+    return Finding(
+        "options-not-read",
+        Severity.NOTE,
+        f"of the log's line 'non-default args' {names or 'nothing'} can{'not' if names else ''} be read, so that "
+        f"{'these options count' if names else 'all options count'} as not known",
+        () if names else (f"It goes on: {text[:100]}",),
+        ("give the options as JSON with --config",),
+        numbers={"options": names},
+    )
+
+
+def _faults(lines: Iterable[Line]) -> Iterator[Finding]:
     """Each fault once, in the order of the log."""
     seen = set()
     for line in lines:
-        for read in (_too_little, _too_long, _platforms, _not_loaded):
-            finding = read(line)
-            if finding and finding.title not in seen:
-                seen.add(finding.title)
-                yield finding
+        raised = RAISED.match(line.message)
+        exception = line.message[raised.end() :] if raised else line.message
+        finding = _too_little(exception) or _too_long(exception) or _platforms(exception)
+        finding = finding or (None if raised else _not_loaded(line.message))
+        if finding and finding.title not in seen:
+            seen.add(finding.title)
+            yield finding
 
 
-def _too_little(line: str) -> Finding | None:
-    if found := _START.search(line):
+def _too_little(message: str) -> Finding | None:
+    if found := _START.match(message):
         length, need, free, fits = found.groups()
         return Finding(
             "cache-too-small",
@@ -258,7 +316,7 @@ def _too_little(line: str) -> Finding | None:
             {"max_model_len": int(length), "need_gib": float(need), "available_gib": float(free)}
             | ({"fitting_max_model_len": int(fits)} if fits else {}),
         )
-    if _NOTHING in line:
+    if message.startswith(_NOTHING):
         return Finding(
             "cache-too-small",
             Severity.PROBLEM,
@@ -269,13 +327,13 @@ def _too_little(line: str) -> Finding | None:
     return None
 
 
-def _too_long(line: str) -> Finding | None:
-    if found := _LONG.search(line):
+def _too_long(message: str) -> Finding | None:
+    if found := _LONG.match(message):
         return too_long(int(found[1]), int(found[2]), "the server refused it")
-    if found := _LONG_TEXT.search(line):
+    if found := _LONG_TEXT.match(message):
         longest, characters, least = map(int, found.groups())
         return too_long(least + 1, longest, f"the server refused it unread, for its {characters:,} characters")
-    if found := _LONG_RENDERED.search(line):
+    if found := _LONG_RENDERED.match(message):
         longest, wanted, given = map(int, found.groups())
         return too_long(given, longest, f"the server refused it with {wanted:,} tokens of output asked for")
     return None
@@ -305,8 +363,8 @@ def too_long(tokens: int, longest: int, what: str, model_longest: int | None = N
     )
 
 
-def _platforms(line: str) -> Finding | None:
-    found = _PLATFORMS.search(line)
+def _platforms(message: str) -> Finding | None:
+    found = _PLATFORMS.match(message)
     if not found:
         return None
     names = re.findall(r"'([^']*)'", found[1])
@@ -342,8 +400,8 @@ def two_platforms(names: Iterable[str], what: str) -> Finding:
     )
 
 
-def _not_loaded(line: str) -> Finding | None:
-    found = _NOT_LOADED.search(line)
+def _not_loaded(message: str) -> Finding | None:
+    found = _NOT_LOADED.match(message)
     return found and Finding(
         "plugin-not-loaded",
         Severity.PROBLEM,

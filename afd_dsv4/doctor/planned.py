@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn
 
 from afd_dsv4.compat.adapters import ADAPTERS, full_name
 from afd_dsv4.compat.facts import kernels_here
-from afd_dsv4.config import Mode, Settings, named_once, read
+from afd_dsv4.config import Mode, Settings, named_once, read, switched_off
 from afd_dsv4.doctor.machine import Machine
 from afd_dsv4.gate import (
     ATTENTION,
@@ -53,7 +53,7 @@ class Planned:
 
     Attributes:
         settings: of the plugin, None where they cannot be read.
-        decision: None where the settings cannot be read.
+        decision: None where the settings cannot be read, or where nobody gave options and nothing else asks for a mode.
         error: why not.
         assumed: what could not be known from here, and was taken not to object.
     """
@@ -91,7 +91,7 @@ def options_of(text: str, name: str) -> dict[str, Any]:
 
 
 def plan(
-    options: Mapping[str, Any],
+    options: Mapping[str, Any] | None,
     machine: Machine,
     environment: Mapping[str, str],
     geometry: ModelGeometry | None,
@@ -103,16 +103,18 @@ def plan(
     """Ask the gate.
 
     Args:
-        options: of the server, empty where they are not known.
+        options: of the server, None where they are not known.
         machine: what is installed.
         environment: such as `os.environ`.
         geometry: the model, None where it is not known.
         max_num_batched_tokens, block_size, max_num_seqs: from wherever they are known.
     """
     try:
-        settings = read(_Options(options, "").inner("additional_config").values, environment)
+        settings = read(_Options(options or {}, "").inner("additional_config").values, environment)
     except InputError as error:
         return Planned(None, None, str(error))
+    if settings.mode is Mode.OFF and options is None and not switched_off(environment):
+        return Planned(settings, None)
     if settings.mode is Mode.OFF:
         return Planned(settings, off("no other mode was asked for"))
     if machine.stack is None or not machine.has_vllm:
@@ -126,7 +128,7 @@ def plan(
         _or(max_num_seqs, 16, "max_num_seqs", assumed),
     )
     try:
-        facts = _facts(options, machine, environment, geometry or preset("flash"), server, assumed)
+        facts = _facts(options or {}, machine, environment, geometry or preset("flash"), server, assumed)
     except InputError as error:
         return Planned(settings, None, str(error))
     return Planned(settings, decide(settings, facts), assumed=tuple(assumed))

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright the afd-dsv4 contributors
 """The answer as text and as JSON, from the same objects.
 
+Names of models, engines and plugins and words of a log come from outside: what is no printable character is escaped.
 The JSON object is stable: keys are added, none is renamed or dropped while `version` stays 1; what is not known is
 null.
 """
@@ -76,7 +77,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        machine, decision = self.machine, self.planned.decision
+        machine, decision, settings = self.machine, self.planned.decision, self.planned.settings
         return {
             "version": 1,
             "status": self.status,
@@ -89,7 +90,7 @@ class Report:
             "patches": {package: list(targets) for package, targets in machine.patches.items()},
             "failed": dict(machine.failed),
             "gate": {
-                "mode": self.planned.settings.mode.value if self.planned.settings else None,
+                "mode": settings.mode.value if settings and (decision or self.planned.error) else None,
                 "active": decision.active if decision else None,
                 "refused": decision.refused if decision else None,
                 "reasons": list(decision.reasons) if decision else [],
@@ -224,6 +225,8 @@ def _such_as(targets: tuple[str, ...]) -> str:
 def _gate(planned: Planned, log_said: str | None) -> Iterator[str]:
     if planned.error:
         yield f"undecided: {planned.error}"
+    elif planned.decision is None:
+        yield "not known: no options were given"
     if planned.decision:
         yield planned.decision.line()
     if planned.assumed and planned.decision:
@@ -285,7 +288,13 @@ def _item(name: str, lines: Iterator[str]) -> Iterator[str]:
         first = " " * 9
 
 
+def _escaped(text: str) -> str:
+    """Text as one line that a terminal only shows: names and lines of a log may hold what moves it or colours it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 def _wrapped(text: str, first: str, rest: str) -> list[str]:
+    text = _escaped(text)
     if "  " in text:  # a row of a table
         return [first + text]
     return textwrap.wrap(

@@ -79,6 +79,11 @@ CASES = {
     "windows": Case(
         ["--metrics", "plugin_on.metrics", "--prompt-tokens", "1000000", "--max-num-batched-tokens", "262144"], 1
     ),
+    "plugin_refused": Case(["--log", "plugin_refused.log"], 1),
+    "plugin_failed": Case(["--log", "plugin_failed.log"], 1),
+    "nodes_disagree": Case(["--log", "nodes.log"], 1),
+    "quarantined": Case(["--metrics", "quarantined.metrics"], 1),
+    "restarted": Case(["--log", "restarted.log"], 0),
     "healthy": Case(["--metrics", "healthy.metrics"], 0),
     "busy": Case(["--metrics", "plugin_on.metrics"], 0),
     "nothing": Case([], 0),

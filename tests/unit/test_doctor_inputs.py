@@ -127,8 +127,73 @@ def test_the_block_size_that_was_asked_for_is_told_from_the_overwritten_one(
     overwritten: int, asked: int, plugin: bool | None
 ) -> None:
     """vllm-project/vllm-ascend#14479; the property is held by tests/regressions/test_vllm_ascend_14479_16270.py."""
-    found = metrics.server(page(f'vllm:cache_config_info{{block_size="{overwritten}"}} 1\nvllm:x 1'))
+    text = f'vllm:cache_config_info{{block_size="{overwritten}"}} 1\nvllm:x{{model_name="%s"}} 1'
+    found = metrics.server(page(text % "deepseek-ai/DeepSeek-V4-Flash"))
     assert (found.block_size, found.plugin) == (asked, plugin)
+    named_by_the_operator = metrics.server(page(text % "chat"), deepseek_v4=True)
+    assert (named_by_the_operator.block_size, named_by_the_operator.plugin) == (asked, plugin)
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "chat", "deepseek-ai/DeepSeek-V3.2", "deepseek-ai/DeepSeek-V4.1"])
+@pytest.mark.parametrize("block_size", [8, 128])
+def test_of_another_model_the_block_size_tells_nothing(model: str, block_size: int) -> None:
+    text = f'vllm:cache_config_info{{block_size="{block_size}"}} 1\nvllm:x{{model_name="{model}"}} 1'
+    found = metrics.server(page(text))
+    assert (found.block_size, found.plugin) == (block_size, None)
+
+
+ENGINES = "".join(f'vllm:cache_config_info{{engine="{n}",num_gpu_blocks="13918"}} 1\n' for n in (0, 1))
+
+
+def test_blocks_are_divided_among_all_engines_also_where_the_queue_of_one_is_not_known() -> None:
+    queue = 'vllm:num_requests_running{{engine="{0}"}} {1}\nvllm:num_requests_waiting{{engine="{0}"}} 1\n'
+    found = metrics.server(page(ENGINES + queue.format(0, 0) + queue.format(1, "NaN")))
+    assert [engine.name for engine in found.engines] == ["0"]
+    assert found.num_blocks == 13_918 // 2
+
+
+def test_blocks_that_engines_tell_differently_are_not_known() -> None:
+    assert metrics.server(page(ENGINES.replace("13918", "6959", 1))).num_blocks is None
+
+
+@pytest.mark.parametrize(
+    ("awake", "asleep"), [("0", True), ("1", False), ("NaN", None)], ids=["asleep", "awake", "not known"]
+)
+def test_an_engine_that_sleeps_is_told(awake: str, asleep: bool | None) -> None:
+    found = metrics.server(
+        page(
+            'vllm:num_requests_running{engine="0"} 0\nvllm:num_requests_waiting{engine="0"} 1\n'
+            f'vllm:engine_sleep_state{{engine="0",sleep_state="awake"}} {awake}\n'
+            'vllm:engine_sleep_state{engine="0",sleep_state="discard_all"} 0\n'
+        )
+    )
+    assert found.engines[0].asleep is asleep
+
+
+@pytest.mark.parametrize(
+    ("line", "apart"),
+    [
+        ('vllm:num_requests_running{engine="0",instance="%s"} 1\n', ", with instance 'a' and 'b',"),
+        ('vllm:kv_cache_usage_perc{engine="0"} %.0s0\n', " for engine '0', so it is"),
+        ('vllm:num_requests_waiting_by_reason{reason="capacity",engine="1",pod="%s"} 1\n', "for engine '1', with pod"),
+    ],
+)
+def test_a_page_of_several_servers_is_refused(line: str, apart: str) -> None:
+    with pytest.raises(InputError) as error:
+        page(line % "a" + line % "b")
+    assert f"{line.partition('{')[0]} stands twice for engine" in str(error.value)
+    assert apart in str(error.value)
+    assert "give the page of one server" in str(error.value)
+
+
+def test_other_ends_of_lines_in_a_label_end_no_line() -> None:
+    odd = "a\u2028b\x85c\x0bd\x1ee"
+    found = page(f'vllm:x{{model_name="{odd}"}} 1\r\n')
+    assert (found.samples[0].labels, found.malformed) == ({"model_name": odd}, ())
+
+
+def test_digits_of_other_scripts_are_none() -> None:
+    assert [number for number, _ in page("vllm:y 1\nvllm:z 1\nvllm:x \u0663\n").malformed] == [3]
 
 
 MESSAGES = {
@@ -173,7 +238,7 @@ STATE = (
 
 def test_the_state_of_a_queue_is_read_with_its_optional_parts() -> None:
     log = logs.parse(INFO + STATE, "log")
-    assert log.server.engines == (Engine("1", 1, 3, 2, 0.41),)
+    assert log.server.engines == (Engine("1", 1, 3, 2, 0.41, 5.0, 1.5),)
     assert log.hit_rate == 0
     assert logs.parse(INFO + STATE.replace("throughput: 5.0", "throughput: 0.0"), "log").hit_rate is None
 
@@ -211,7 +276,8 @@ def test_a_fault_is_told_once_however_often_it_is_logged(message: str) -> None:
 
 
 def test_a_log_of_a_server_that_is_well_has_no_fault() -> None:
-    assert logs.parse("".join(f"{INFO}{message}\n" for message in (*MESSAGES, STATE)), "log").findings == ()
+    whole = [message for message in MESSAGES if "Thing(" not in message]
+    assert logs.parse("".join(f"{INFO}{message}\n" for message in (*whole, STATE)), "log").findings == ()
 
 
 @pytest.mark.parametrize(("changes", "on"), [({}, True), ({"lora": True}, False)])

@@ -640,3 +640,21 @@ def test_inputs_that_may_differ_or_say_the_same_do_not_disagree() -> None:
         "model: flash (metrics), pro (log); flash was taken.",
         "plugin: on (metrics), off (log); on was taken.",
     )
+
+
+def test_a_log_of_a_busy_server_and_a_page_of_one_that_sleeps_are_not_called_stuck(tmp_path: Path) -> None:
+    """Whole: what is read decides what is concluded."""
+    line = (
+        "INFO 11-30 09:15:02 [loggers.py:271] Engine 000: Avg prompt throughput: {0} tokens/s, Avg generation "
+        "throughput: 0.0 tokens/s, Running: 0 reqs, Waiting: 2 reqs, GPU KV cache usage: 0.0%, Prefix cache hit rate: "
+        "0.0%\n"
+    )
+    for throughput, code in (("8192.0", "queue-moves"), ("0.0", "stuck-queue")):
+        found, _, _ = asked(tmp_path, "--log", "-", given=line.format(throughput).encode())
+        assert [one["code"] for one in found["findings"]] == [code]
+    page = (HERE / "stuck.metrics").read_text(encoding="utf-8")
+    for awake, code in ((0, "asleep"), (1, "looks-stuck")):
+        state = f'vllm:engine_sleep_state{{engine="0",sleep_state="awake"}} {awake}.0\n'
+        lines = [text for text in page.splitlines(keepends=True) if not text.startswith("vllm:engine_sleep_state")]
+        found, _, _ = asked(tmp_path, "--metrics", "-", given="".join([*lines, state]).encode())
+        assert [one["code"] for one in found["findings"]] == [code]

@@ -223,38 +223,6 @@ class Runtime(Protocol):
         """Seats that are not taken."""
 
 
-class Notices:
-    """Says in the log, once each, what an operator must know of with metrics or without: leases that are quarantined.
-
-    Args:
-        runtime: of the worker.
-    """
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._arena = runtime.arena
-        self._said: set[int] = set()
-        self._quarantined = 0
-
-    def step(self) -> None:
-        """Look once a step; one comparison as long as there is nothing."""
-        arena = self._arena
-        if arena.counters.quarantined == self._quarantined:
-            return
-        self._quarantined = arena.counters.quarantined
-        lost = [slot for slot in arena.slots if slot.quarantined]
-        for slot in lost:
-            if slot.index not in self._said:
-                self._said.add(slot.index)
-                _logger.error(
-                    "afd-dsv4: slot %d is quarantined: nobody can prove that %r is over. Neither it nor the pages of "
-                    "its requests are used again; %d of %d slots are left. Plan a restart of this worker",
-                    slot.index,
-                    slot.quarantined,
-                    len(arena.slots) - len(lost),
-                    len(arena.slots),
-                )
-
-
 #: By labels, which runtime of this process has their gauges: the one that came last.
 _owners: Final[dict[tuple[str, str], int]] = {}
 _numbers: Final = itertools.count()

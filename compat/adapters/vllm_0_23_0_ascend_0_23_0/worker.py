@@ -31,6 +31,7 @@ from afd_dsv4.compat.adapters.vllm_0_23_0_ascend_0_23_0.runner import AfdDsv4Run
 from afd_dsv4.compat.contract import verify
 from afd_dsv4.compat.patch import Patch, PatchSet
 from afd_dsv4.compat.stack import installed
+from afd_dsv4.notices import Notices
 
 _RUNNER: Final = PatchSet(
     "the worker's runner",
@@ -61,7 +62,7 @@ class WorkerMixin(_Native):  # type: ignore[misc]  # untyped
     patches: ClassVar[PatchSet]
     afd: ClassVar[bool] = False
     _metrics: metrics.WorkerMetrics | None = None
-    _notices: metrics.Notices | None = None
+    _notices: Notices | None = None
 
     def init_device(self) -> None:
         """Make the device ready, and a runner of our class."""
@@ -80,7 +81,7 @@ class WorkerMixin(_Native):  # type: ignore[misc]  # untyped
         """See the module."""
         with self._starting():
             super().load_model()
-            self._notices = metrics.Notices(self.model_runner.tails)
+            self._notices = Notices(self.model_runner.tails.arena)
             self._metrics = metrics.of_worker(self.model_runner.tails, self._which)
 
     def determine_available_memory(self) -> int:

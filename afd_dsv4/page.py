@@ -351,6 +351,7 @@ h1{font-size:1.7rem;line-height:1.25;margin:.3em 0}
 h2{font-size:1.25rem;margin:2em 0 .5em;padding-top:.6em;border-top:1px solid var(--rule)}
 h3{font-size:1.05rem;margin:1.5em 0 .3em}
 p,li{max-width:75ch}
+h1,h2,h3,p,li,dd,tbody th{overflow-wrap:anywhere}
 .lead{color:var(--soft)}
 a{color:var(--link)}
 code{font:.9em/1.5 ui-monospace,Menlo,Consolas,monospace;overflow-wrap:anywhere}

@@ -20,6 +20,7 @@ from afd_dsv4.cli import main
 from afd_dsv4.evidence.page import render
 from tests import pages
 from tests.evidence_world import TRACE, evidence
+from tests.unit.test_cli import FLASH_CONFIG
 
 WIDTHS = (1280, 390)
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -68,10 +69,15 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[str]
     memory = ["--block-size", "128", "--hbm-gib", "21.0618,40", "--max-num-seqs", "16"]
     assert main([*PLAN, *memory, "--html", str(folder / "plan.html")]) == 0
     plan = (folder / "plan.html").read_text(encoding="utf-8")
+    name = folder / f"{'x' * 200}.json"
+    name.write_text(json.dumps(FLASH_CONFIG))
+    long = ["plan", "--model", f"{name},flash", *PLAN[3:], *memory, "--html", str(folder / "long.html")]
+    assert main(long) == 0
     report = render(evidence(), TRACE)
     wide = '<p style="width:2000px">wide</p>'
     texts = {
         "plan": plan,
+        "plan of a long name": (folder / "long.html").read_text(encoding="utf-8"),
         "report": report,
         "planted width": report.replace("</main>", f"{wide}</main>"),
         "planted cut": plan.replace('text-anchor="end"', ""),
@@ -99,7 +105,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[str]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", ["plan", "report"])
+@pytest.mark.parametrize("name", ["plan", "plan of a long name", "report"])
 def test_nothing_is_cut_off_too_small_or_on_top_of_something_else(shown, name: str, width: int) -> None:
     found, _ = shown
     assert found[f"{name}, {width}"] == []

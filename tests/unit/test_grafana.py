@@ -23,6 +23,23 @@ DASHBOARD = json.loads(
 KNOWN = {metric.full_name: set(metric.labels) for metric in metrics.METRICS}
 #: No `vector`: a number of its own would stand where there are no metrics at all.
 WORDS = {"sum", "rate", "by", "label_values"}
+#: What each panel is of, by its title: the metrics of its queries, with the labels that pick among their series.
+SHOWN = {
+    "Workers by executor": ["executor"],
+    "Quarantined leases": ["quarantined_total"],
+    "Tails in doubt": ['tail_requests state="in_doubt"'],
+    "Forwards refused": ["forward_refusals_total", "exhausted_total"],
+    "Requests with a tail": ['tail_requests state="used"'],
+    "Pages of tails": ["tail_pages"],
+    "Slots by state": ["slots"],
+    "Executions": ["leases_total", "uploads_total"],
+    "What ordering costs": ["events_recorded_total", "leases_total", "stream_waits_total", "leases_total"],
+    "Slots handed on": ["slots_handed_on_total"],
+    "Host waits": ["host_waits_total"],
+    "Bytes": ["allocated_bytes"],
+    "What the gate said": ["decisions_total"],
+    "Refused, and why": ["refusals_total"],
+}
 
 
 def queries(dashboard: dict[str, Any]) -> list[str]:
@@ -30,6 +47,15 @@ def queries(dashboard: dict[str, Any]) -> list[str]:
     return targets + [
         variable["definition"] for variable in dashboard["templating"]["list"] if "definition" in variable
     ]
+
+
+def picked(query: str) -> Iterator[str]:
+    """The metrics of a query, with what picks among their series beside the engine."""
+    for name, text in re.findall(rf"{metrics.PREFIX}(\w+)(?:\{{([^}}]*)\}})?", query):
+        labels = [label.strip() for label in text.split(",")]
+        if ("engine" in KNOWN.get(metrics.PREFIX + name, ())) is not ('engine=~"$engine"' in labels):
+            yield f"{name} of engines that were not chosen"
+        yield " ".join([name, *sorted(label for label in labels if label and label != 'engine=~"$engine"')])
 
 
 def faults(dashboard: dict[str, Any]) -> Iterator[str]:
@@ -70,6 +96,9 @@ def faults(dashboard: dict[str, Any]) -> Iterator[str]:
             taken[cell] = panel["title"]
         if panel["type"] == "row":
             continue
+        found = [part for target in panel["targets"] for part in picked(target["expr"])]
+        if found != SHOWN.get(panel["title"]):
+            yield f"{panel['title']} is of {found}"
         if panel["type"] == "stat":
             defaults = panel["fieldConfig"]["defaults"]
             if "no data" not in defaults["noValue"]:
@@ -147,4 +176,8 @@ def test_planted_faults_are_found() -> None:
     assert "Workers by executor says 0 where there is no data" in planted('"noValue": "no data"', '"noValue": "0"')
     assert "Workers by executor has a colour where there is no data" in planted('"color": "text"', '"color": "green"')
     assert "Workers by executor shows what is over" in planted('"instant": true', '"instant": false')
+    free = planted('state=\\"used\\"', 'state=\\"free\\"')
+    assert free == ["Requests with a tail is of ['tail_requests state=\"free\"']"]
+    every = planted('afd_dsv4_slots{engine=~\\"$engine\\"}', "afd_dsv4_slots")
+    assert every == ["Slots by state is of ['slots of engines that were not chosen', 'slots']"]
     assert any(fault.startswith("word sam") for fault in planted("sum(", "sam("))

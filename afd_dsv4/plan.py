@@ -307,10 +307,14 @@ def _wide(entry: Answer) -> dict[str, Any]:
 
 
 def requests_limited_by(question: Question, side: Side) -> str:
-    """What keeps more requests from being there at once: the setting, or the kind of group with the most blocks."""
+    """What keeps one more request from being there: the setting, or the kind of group with the most of all blocks then.
+
+    Those are what all that are there keep, and what the one more needs to start.
+    """
     if side.requests == question.max_num_seqs:
         return MAX_NUM_SEQS
-    return most_of(side.resident if side.requests else side.admission.by_group)
+    there = side.requests or 0
+    return most_of({name: need + there * side.resident[name] for name, need in side.admission.by_group.items()})
 
 
 def most_of(by_group: dict[str, int]) -> str:

@@ -33,16 +33,33 @@ def ask(capsys, *arguments):
     return capsys.readouterr().out
 
 
-def needed(tokens, chunk, *, state, longest=1 << 20):
+WINDOWS = {"swa": (2, 128, 128), "c4_state": (1, 8, 8), "c128_state": (1, 128, 32)}  # groups, window, rows of a block
+
+
+def needed_by_group(tokens, chunk, *, state, longest=1 << 20):
     """Blocks of a Flash prompt at block size 128: what `KVCacheManager` asks for, group by group, spelled out.
 
     `chunk` is the tokens in flight: two chunks with asynchronous scheduling.
     """
-    whole = -(-(tokens // 4) // 128) + -(-(tokens // 128) // 128)  # one group each
-    for groups, window, rows, counted in ((2, 128, 128, True), (1, 8, 8, state), (1, 128, 32, state)):
+    found = {"c4_mla": -(-(tokens // 4) // 128), "c128_mla": -(-(tokens // 128) // 128)}  # one group each
+    for name, (groups, window, rows) in WINDOWS.items():
         alive = min(window - 1 + chunk, longest)
-        whole += counted * groups * min(-(-tokens // rows), -(-alive // rows) + 1)
-    return whole
+        counted = state or name == "swa"
+        found[name] = counted * groups * min(-(-tokens // rows), -(-alive // rows) + 1)
+    return found
+
+
+def needed(tokens, chunk, *, state):
+    return sum(needed_by_group(tokens, chunk, state=state).values())
+
+
+def kept(tokens, *, state):
+    """Blocks that a prefilled Flash prompt keeps: of each window those that its last `window - 1` tokens touch."""
+    found = {"c4_mla": -(-(tokens // 4) // 128), "c128_mla": -(-(tokens // 128) // 128)}
+    for name, (groups, window, rows) in WINDOWS.items():
+        touched = {position // rows for position in range(max(0, tokens - window + 1), tokens)}
+        found[name] = (state or name == "swa") * groups * len(touched)
+    return found
 
 
 def test_the_long_way_is_the_published_case():
@@ -67,18 +84,47 @@ def test_requests_are_counted_one_by_one(capsys):
     answers = json.loads(ask(capsys, *FLASH, *lists, "--max-num-seqs", "40", "--json"))["answers"]
     for answer in answers:
         prompt = answer["prompt_tokens"]
-        # A prefilled prompt keeps its compressed rows, and of each sliding window the blocks that 127 tokens touch.
-        window = len({position // 128 for position in range(prompt - 127, prompt)})
-        keeps = -(-(prompt // 4) // 128) + -(-(prompt // 128) // 128) + 2 * window
+        keeps = sum(kept(prompt, state=False).values())
         free, there = 1500, 0
         while there < 40 and needed(prompt, 65536, state=False) <= free:
             there, free = there + 1, free - keeps
         assert answer["plugin"]["resident_blocks"] == keeps
         assert answer["plugin"]["requests_at_once"] == there > 1
-        assert answer["plugin"]["requests_limited_by"] == ("max_num_seqs" if there == 40 else "c4_mla")
+        assert answer["plugin"]["requests_limited_by"] == ("max_num_seqs" if there == 40 else "swa")
         assert answer["plugin"]["start_limited_by"] == "swa"
         assert answer["native"]["start_limited_by"] == "c4_state"
-    assert {answer["plugin"]["requests_limited_by"] for answer in answers} == {"max_num_seqs", "c4_mla"}
+    assert {answer["plugin"]["requests_limited_by"] for answer in answers} == {"max_num_seqs", "swa"}
+
+
+@pytest.mark.parametrize("prompt", [126, 127, 128, 129, 8 * 128 + 126, 8 * 128 + 127, 8 * 128 + 128, 32 * 128 + 7])
+def test_a_prefilled_prompt_keeps_the_blocks_that_the_window_of_the_next_token_touches(capsys, prompt):
+    """Before and at the edge of a block of every group: a window less one token ends there."""
+    sizes = ["--prompt-tokens", f"{prompt},1", "--max-num-batched-tokens", "512", "--free-blocks", "6958"]
+    answer = json.loads(ask(capsys, *FLASH, *sizes, "--json"))["answers"][0]
+    for side, state in (("native", True), ("plugin", False)):
+        assert answer[side]["resident_by_group"] == kept(prompt, state=state)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chunk", "gib", "limits"),
+    [
+        (32768, 8192, 12, ("c4_state", "c4_mla")),  # one more natively would want 2,050 for its C4 state alone
+        (32768, 1024, 6, ("c4_mla", "c4_mla")),
+        (131072, 65536, 40, ("c4_state", "c4_mla")),
+        (63778, 65536, 8, ("c4_state", "c4_mla")),  # natively not even one
+    ],
+)
+def test_what_limits_requests_is_what_most_blocks_are_of_when_there_is_one_more(capsys, prompt, chunk, gib, limits):
+    lists = ["--prompt-tokens", f"{prompt},1", "--max-num-batched-tokens", str(chunk), "--hbm-gib", str(gib)]
+    answer = json.loads(ask(capsys, *FLASH, *lists, "--max-num-seqs", "64", "--json"))["answers"][0]
+    for side, state, limit in (("native", True, limits[0]), ("plugin", False, limits[1])):
+        found = answer[side]
+        need, keeps = needed_by_group(prompt, 2 * chunk, state=state), kept(prompt, state=state)
+        blocks, there = dict(need), 0  # of the one that is tried, and of those that are there
+        while there < 64 and sum(blocks.values()) <= found["free_blocks"]:
+            blocks, there = {name: blocks[name] + keeps[name] for name in blocks}, there + 1
+        assert there == found["requests_at_once"] < 64
+        assert found["requests_limited_by"] == max(blocks, key=blocks.get) == limit
 
 
 def test_a_sweep_has_a_row_for_every_combination_and_says_why_one_has_no_answer(capsys):
@@ -97,7 +143,7 @@ def test_where_max_num_seqs_is_what_limits_the_table_marks_the_requests(capsys):
     text = ask(capsys, *FLASH, *lists, "--max-num-seqs", "40")
     rows = [line.split() for line in text.splitlines() if re.match(r" *(10,000|63,778) ", line)]
     limits = [answer["plugin"]["requests_limited_by"] for answer in answers]
-    assert limits == ["max_num_seqs", "c4_mla"]
+    assert limits == ["max_num_seqs", "swa"]
     assert [row[-1] for row in rows] == ["40*", str(answers[1]["plugin"]["requests_at_once"])]
     assert [row[-6] for row in rows] == ["0", "0"]
     assert "\n* as many as --max-num-seqs allows\n" in text

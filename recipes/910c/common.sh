@@ -130,7 +130,8 @@ settings() {
 }
 
 # Where workers write metrics if there is one API server only: a folder of this server alone, see docs/metrics.md. On a
-# disk, and not in memory that others fill. prometheus_client's own files of an earlier server are removed from it.
+# disk, and not in memory that others fill. prometheus_client's own files of an earlier server are removed from it; a
+# server that runs holds a lock on its folder, as long as its process lives.
 OWN_METRICS=(-type f -regextype posix-extended -regex '.*/(counter|histogram|summary|gauge_[a-z]+)_[0-9]+\.db')
 metrics_folder() {
     local other
@@ -179,7 +180,7 @@ network() {
 }
 
 launch() {
-    local word line=env
+    local word line=env lock
     if ((dry_run)); then
         if ((${#before[@]})); then
             shown "${before[@]}"
@@ -203,9 +204,11 @@ launch() {
     fi
     command -v vllm >/dev/null || fail "there is no vllm on the PATH; activate its environment"
     if ((${#before[@]})); then
-        if ! { "${before[@]}" && "${cleared[@]}"; }; then
-            refuse METRICS_DIR "a folder that can be written"
-        fi
+        "${before[@]}" || refuse METRICS_DIR "a folder that can be written"
+        exec {lock}<"$METRICS_DIR" # and so vllm has it, too
+        # 1: somebody else has it. Where there is no flock, or none on this file system, nobody can know.
+        flock -n "$lock" 2>/dev/null || (($? != 1)) || refuse METRICS_DIR "a folder of no server that runs"
+        "${cleared[@]}" || refuse METRICS_DIR "a folder that can be written"
     fi
     exec env "${environment[@]}" vllm serve "${serve[@]}"
 }

@@ -201,6 +201,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--slots", type=_count, default=DEFAULT_SLOTS, metavar="N", help="workspace slots (default 2)")
     plan.add_argument(
+        "--drafts",
+        type=_count_or_zero,
+        default=0,
+        metavar="N",
+        help="draft tokens a step (num_speculative_tokens), for which tails are sized (default 0)",
+    )
+    plan.add_argument(
         "--executor",
         choices=(Executor.STOCK.value, Executor.AFD.value),
         default=Executor.STOCK.value,
@@ -379,6 +386,7 @@ def _plan(options: argparse.Namespace) -> int:
             max_num_seqs=seqs,
             max_model_len=options.max_model_len or geometry.max_position_embeddings,
             async_scheduling=options.async_scheduling,
+            drafts=options.drafts,
             slots=options.slots,
             executor=options.executor,
             tile_tokens=options.tile_tokens if options.executor == Executor.AFD.value else None,

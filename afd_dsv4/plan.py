@@ -67,6 +67,7 @@ class Question:
         slots: workspace slots.
         executor: what compresses.
         tile_tokens: tokens that it stages at once, None where it stages none.
+        drafts: draft tokens that a forward may have to take back; tails are sized for them.
         free_blocks: free KV blocks of both sides, None where not given.
         hbm_gib: memory of the KV cache and the plugin together, None where not given.
     """
@@ -82,6 +83,7 @@ class Question:
     slots: int
     executor: str
     tile_tokens: int | None
+    drafts: int = 0
     free_blocks: int | None = None
     hbm_gib: float | None = None
 
@@ -108,6 +110,7 @@ class Question:
             self.layout,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            drafts=self.drafts,
             slots=self.slots,
             tile_tokens=self.tile_tokens,
         )
@@ -268,6 +271,7 @@ def as_json(entry: Answer) -> dict[str, Any]:
             "tail_bytes_per_request": sizes.tail_bytes_per_request,
             "tail_bytes": sizes.tail_bytes,
             "executor": question.executor,
+            "drafts": question.drafts,
             "slots": sizes.slots,
             "slot_bytes": sizes.slot_bytes,
             "reserved_bytes": sizes.device_bytes,
@@ -410,7 +414,9 @@ def as_table(answers: Sequence[Answer]) -> str:
     widths = [max(len(row[at]) for row in rows) for at in range(len(heads))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     question = answers[-1].question
-    above = [f"{', '.join(fixed)} on {question.stack}, {scheduling(question.async_scheduling)}"]
+    above = [
+        f"{', '.join(fixed)} on {question.stack}, {scheduling(question.async_scheduling)}{drafting(question.drafts)}"
+    ]
     if question.hbm_gib is not None:
         above.append(f"memory: {HBM_WORDS}")
     if mark:
@@ -456,6 +462,11 @@ def scheduling(asynchronous: bool) -> str:
     return "no asynchronous scheduling (1 batch in flight)"
 
 
+def drafting(drafts: int) -> str:
+    """Behind other words: what tails are sized for beside the request itself."""
+    return f", tails for {drafts:,} draft token{'s' * (drafts > 1)}" if drafts else ""
+
+
 def memory(question: Question) -> str:
     """The memory that was given, in words."""
     if question.hbm_gib is not None:
@@ -499,7 +510,7 @@ def as_text(entry: Answer) -> str:
     reserved = (
         f"The plugin reserves {sizes.device_bytes / MIB:,.1f} MiB ({sizes.device_bytes:,} B): "
         f"tails {sizes.tail_bytes:,} (null pages and {limits.max_num_seqs} requests of "
-        f"{sizes.tail_bytes_per_request:,}), "
+        f"{sizes.tail_bytes_per_request:,}{drafting(question.drafts)}), "
         f"{sizes.slots} workspace slots of {sizes.slot_bytes:,} for the {question.executor} executor, and {rest:,} for "
         f"forwards without requests."
     )

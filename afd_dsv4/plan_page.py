@@ -15,7 +15,17 @@ from typing import Any, Final
 
 from afd_dsv4.admission import GROUP_NAMES, gib_up
 from afd_dsv4.page import Bar, Html, Line, bars, chart, data, document, folded, lines, section, table, tag
-from afd_dsv4.plan import GROUP_WORDS, HBM_WORDS, MAX_NUM_SEQS, OTHERWISE, SCOPE, SIDES, limited_by, scheduling
+from afd_dsv4.plan import (
+    GROUP_WORDS,
+    HBM_WORDS,
+    MAX_NUM_SEQS,
+    OTHERWISE,
+    SCOPE,
+    SIDES,
+    drafting,
+    limited_by,
+    scheduling,
+)
 
 MOST_PARTS: Final = 12
 MOST_PROMPTS: Final = 6
@@ -120,7 +130,8 @@ def _in_short(plan: Mapping[str, Any]) -> Html:
     about = (
         f"{entry['model']} on {entry['stack']}, block size {entry['block_size']}, {_memory(entry)}, "
         f"{entry['max_num_seqs']:,} requests: a prompt of {entry['prompt_tokens']:,} tokens in chunks of "
-        f"{entry['max_num_batched_tokens']:,}, {scheduling(entry['async_scheduling'])}."
+        f"{entry['max_num_batched_tokens']:,}, {scheduling(entry['async_scheduling'])}"
+        f"{drafting(entry['plugin']['drafts'])}."
     )
     return section("short", "In short", tag("p", about), tag("dl", *words))
 

@@ -282,6 +282,7 @@ FILES = {
         ({"max_num_batched_tokens": "0"}, "not between 1"),
         ({"max_num_seqs": "0"}, "not between 1"),
         ({"free_blocks": "-1"}, "not between 0"),
+        ({"drafts": "-1"}, "--drafts: -1 is not between 0"),
         ({"free_blocks": None, "hbm_gib": "0.001"}, "HBM budget"),
         ({"free_blocks": None, "hbm_gib": "0.1", "max_num_seqs": "128"}, "plugin side"),
         ({"free_blocks": None, "hbm_gib": "-1"}, "not between 0"),

@@ -18,6 +18,7 @@ from afd_dsv4.page import _CSS, Bar, bars, data, document, tag
 from afd_dsv4.plan import Question, as_table, sweep
 from afd_dsv4.plan import document as document_of
 from afd_dsv4.plan_page import page
+from afd_dsv4.workspace.sizing import size_workspace
 from tests import pages
 
 FLASH = ["plan", "--model", "flash", "--block-size", "128"]
@@ -150,6 +151,31 @@ def test_where_max_num_seqs_is_what_limits_the_table_marks_the_requests(capsys):
     for unmarked in (["--max-num-seqs", "200"], []):
         memory = ["--free-blocks", "1500"] if unmarked else []
         assert "*" not in ask(capsys, *FLASH, *lists[:4], *memory, *unmarked)
+
+
+def test_drafts_make_the_tails_of_a_server_that_drafts(capsys, tmp_path):
+    plan = [*FLASH, "--prompt-tokens", "4096", "--max-num-batched-tokens", "4096", "--executor", "afd"]
+    for drafts in (0, 1, 3):
+        sizes = size_workspace(
+            preset("flash"),
+            page_layout(DEFAULT_STACK, 128),
+            max_num_seqs=16,
+            max_num_batched_tokens=4096,
+            drafts=drafts,
+            slots=2,
+            tile_tokens=2048,
+        )
+        option = ["--drafts", str(drafts)] if drafts else []
+        plugin = json.loads(ask(capsys, *plan, *option, "--json"))["plugin"]
+        assert plugin["drafts"] == drafts
+        assert plugin["tail_bytes_per_request"] == sizes.tail_bytes_per_request
+        assert (plugin["reserved_bytes"], plugin["host_bytes"]) == (sizes.device_bytes, sizes.host_bytes)
+        words = f", tails for {drafts} draft token{'s' * (drafts > 1)}"
+        assert (f"{words}), 2 workspace slots" in ask(capsys, *plan, *option)) is bool(drafts)
+        lists = [*option, "--hbm-gib", "24,40", "--html", str(tmp_path / "plan.html")]
+        assert (f"{words}\n" in ask(capsys, *plan, *lists)) is bool(drafts)
+        drawn = pages.read((tmp_path / "plan.html").read_text())[0].all("main")[0].text
+        assert (f"{words}." in drawn) is bool(drafts)
 
 
 def test_the_list_and_the_page_say_which_scheduling_was_counted_with(capsys, tmp_path):

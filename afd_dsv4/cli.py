@@ -363,7 +363,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from afd_dsv4 import plan
 
-    models = [_model(wanted) for wanted in options.model]
+    models = _named_apart(options.model)
     for geometry in models:
         geometry.check_stock_operator()
     layouts = [page_layout(options.stack, size) for size in options.block_size]
@@ -521,6 +521,26 @@ def _model(wanted: str) -> ModelGeometry:
     if not isinstance(config, dict):
         raise InputError("model", f"{wanted} holds a JSON {type(config).__name__}, not an object", remedy)
     return from_hf_config(config, path.name)
+
+
+def _named_apart(asked: Sequence[str]) -> list[ModelGeometry]:
+    """The models, each once, and each called by as much of its path as no other has."""
+    found: dict[str, ModelGeometry] = {}
+    for wanted in asked:
+        geometry = _model(wanted)
+        file = geometry.name == Path(wanted).name
+        found.setdefault(wanted if file else geometry.name, geometry)  # a preset is one, whatever it was called
+
+    def end(path: str, parts: int) -> str:
+        return "/".join(path.split("/")[-parts:])
+
+    def name(path: str) -> str:
+        others, parts = found.keys() - {path}, 1
+        while end(path, parts) in {end(other, parts) for other in others}:
+            parts += 1
+        return end(path, parts)
+
+    return [dataclasses.replace(geometry, name=name(path)) for path, geometry in found.items()]
 
 
 _Value = TypeVar("_Value")

@@ -135,7 +135,7 @@ class Question:
             least = reserved + 2 * plan.block_bytes
             raise InputError(
                 "HBM budget",
-                f"{self.hbm_gib:g} GiB leave {max(budget - reserved, 0):,} bytes for the KV cache ({side} side, "
+                f"{exact(self.hbm_gib)} GiB leave {max(budget - reserved, 0):,} bytes for the KV cache ({side} side, "
                 f"{reserved:,} bytes reserved), not two blocks of {plan.block_bytes:,}",
                 f"offer more than {least / GIB:.2f} GiB, or lower --max-num-seqs",
             ) from None
@@ -281,11 +281,16 @@ def as_json(entry: Answer) -> dict[str, Any]:
 
 
 def document(answers: Sequence[Answer], command: Sequence[str]) -> dict[str, Any]:
-    """A sweep as JSON; what the page shows, and no more."""
+    """A sweep as JSON; what the page shows, and no more.
+
+    `part` numbers the settings of one picture.
+    """
+    facets = dict.fromkeys(facet(entry.question) for entry in answers)
+    parts = {settings: number for number, settings in enumerate(facets)}
     return {
         "command": list(command),
-        "answers": [_wide(entry) for entry in answers],
-        "curves": [_curve(group) for group in _by_chunk(answers)],
+        "answers": [{"part": parts[facet(entry.question)], **_wide(entry)} for entry in answers],
+        "curves": [{"part": parts[facet(group[0].question)], **_curve(group)} for group in _by_chunk(answers)],
     }
 
 
@@ -326,11 +331,10 @@ def most_of(by_group: dict[str, int]) -> str:
     return max(by_group, key=lambda name: by_group[name])
 
 
-def facet(entry: Answer) -> tuple[Any, ...]:
+def facet(question: Question) -> tuple[Any, ...]:
     """What answers of one picture have in common: everything but prompt and chunk."""
-    question = entry.question
     return (
-        question.geometry.name,
+        question.geometry,
         question.layout.block_size,
         question.max_num_seqs,
         question.hbm_gib,
@@ -342,7 +346,7 @@ def _by_chunk(answers: Sequence[Answer]) -> list[list[Answer]]:
     groups: dict[tuple[Any, ...], list[Answer]] = {}
     for entry in answers:
         if not entry.refused:
-            groups.setdefault((facet(entry), entry.question.prompt_tokens), []).append(entry)
+            groups.setdefault((facet(entry.question), entry.question.prompt_tokens), []).append(entry)
     return list(groups.values())
 
 
@@ -383,7 +387,7 @@ def as_table(answers: Sequence[Answer]) -> str:
         ("model", lambda q: q.geometry.name),
         ("block size", lambda q: str(q.layout.block_size)),
         ("max-num-seqs", lambda q: f"{q.max_num_seqs:,}"),
-        ("memory", memory),
+        ("memory", lambda q: memory(q.hbm_gib, q.free_blocks)),
         ("prompt", lambda q: f"{q.prompt_tokens:,}"),
         ("chunk", lambda q: f"{q.max_num_batched_tokens:,}"),
     ]
@@ -467,11 +471,16 @@ def drafting(drafts: int) -> str:
     return f", tails for {drafts:,} draft token{'s' * (drafts > 1)}" if drafts else ""
 
 
-def memory(question: Question) -> str:
+def exact(gib: float) -> str:
+    """A number as it would be typed: two that differ look different."""
+    return repr(gib).removesuffix(".0")
+
+
+def memory(hbm_gib: float | None, free_blocks: int | None) -> str:
     """The memory that was given, in words."""
-    if question.hbm_gib is not None:
-        return f"{question.hbm_gib:g} GiB"
-    return "not given" if question.free_blocks is None else f"{question.free_blocks:,} free blocks"
+    if hbm_gib is not None:
+        return f"{exact(hbm_gib)} GiB"
+    return "not given" if free_blocks is None else f"{free_blocks:,} free blocks"
 
 
 def known(value: int | None) -> str:
@@ -505,7 +514,7 @@ def as_text(entry: Answer) -> str:
         f"{scheduling(question.async_scheduling)}"
     )
     if question.hbm_gib is not None:
-        request += f"; {memory(question).removesuffix(' GiB')} {HBM_WORDS}"
+        request += f"; {exact(question.hbm_gib)} {HBM_WORDS}"
     rest = sizes.device_bytes - sizes.tail_bytes - sizes.slots * sizes.slot_bytes
     reserved = (
         f"The plugin reserves {sizes.device_bytes / MIB:,.1f} MiB ({sizes.device_bytes:,} B): "

@@ -24,6 +24,7 @@ from afd_dsv4.plan import (
     SIDES,
     drafting,
     limited_by,
+    memory,
     scheduling,
 )
 
@@ -39,10 +40,10 @@ def page(plan: Mapping[str, Any]) -> str:
     Args:
         plan: as of `plan.document`.
     """
-    parts: dict[tuple[Any, ...], list[int]] = {}
+    parts: dict[int, list[int]] = {}
     for number, entry in enumerate(plan["answers"]):
         if "refused" not in entry:
-            parts.setdefault(_settings(entry), []).append(number)
+            parts.setdefault(entry["part"], []).append(number)
     drawn = {f"part{at}": numbers for at, numbers in enumerate(list(parts.values())[:MOST_PARTS], start=1)}
     body = [_in_short(plan)]
     if len(drawn) > 1:
@@ -75,16 +76,6 @@ def page(plan: Mapping[str, Any]) -> str:
     )
     lead = tag("p", "KV blocks that DeepSeek-V4 prompts need, natively and with the plugin, and what limits them next.")
     return document("afd-dsv4 plan", lead, body, plan)
-
-
-def _settings(entry: _Entry) -> tuple[Any, ...]:
-    return tuple(entry[key] for key in ("model", "block_size", "max_num_seqs", "hbm_gib", "free_blocks"))
-
-
-def _memory(entry: _Entry) -> str:
-    if entry["hbm_gib"] is not None:
-        return f"{entry['hbm_gib']:g} GiB"
-    return "memory not given" if entry["free_blocks"] is None else f"{entry['free_blocks']:,} free blocks"
 
 
 def _figure(value: Any, path: str) -> Html:
@@ -128,7 +119,8 @@ def _in_short(plan: Mapping[str, Any]) -> Html:
             ),
         ]
     about = (
-        f"{entry['model']} on {entry['stack']}, block size {entry['block_size']}, {_memory(entry)}, "
+        f"{entry['model']} on {entry['stack']}, block size {entry['block_size']}, "
+        f"memory {memory(entry['hbm_gib'], entry['free_blocks'])}, "
         f"{entry['max_num_seqs']:,} requests: a prompt of {entry['prompt_tokens']:,} tokens in chunks of "
         f"{entry['max_num_batched_tokens']:,}, {scheduling(entry['async_scheduling'])}"
         f"{drafting(entry['plugin']['drafts'])}."
@@ -170,13 +162,16 @@ def _all(plan: Mapping[str, Any]) -> Html:
 
 
 def _heading(entry: _Entry) -> str:
-    return f"{entry['model']}, block size {entry['block_size']}, {entry['max_num_seqs']:,} requests, {_memory(entry)}"
+    return (
+        f"{entry['model']}, block size {entry['block_size']}, {entry['max_num_seqs']:,} requests, "
+        f"memory {memory(entry['hbm_gib'], entry['free_blocks'])}"
+    )
 
 
 def _part(plan: Mapping[str, Any], name: str, numbers: Sequence[int]) -> Html:
     """One setting of the memory."""
     entries = plan["answers"]
-    settings, heading = _settings(entries[numbers[0]]), _heading(entries[numbers[0]])
+    first = entries[numbers[0]]
     largest: dict[int, int] = {}  # by prompt, the answer with the largest chunk
     for number in numbers:
         prompt, chunk = entries[number]["prompt_tokens"], entries[number]["max_num_batched_tokens"]
@@ -189,11 +184,11 @@ def _part(plan: Mapping[str, Any], name: str, numbers: Sequence[int]) -> Html:
             _pairs(plan, f"{name}-chunk", shown, "largest_chunk", "Largest chunk with which it starts", "tokens"),
             _pairs(plan, f"{name}-requests", shown, "requests_at_once", "Requests at once", "requests"),
         ]
-    curves = (number for number, curve in enumerate(plan["curves"]) if _settings(curve) == settings)
+    curves = (number for number, curve in enumerate(plan["curves"]) if curve["part"] == first["part"])
     figures += [_curve(plan, f"{name}-curve{at}", at) for at, _ in zip(curves, shown, strict=False)]
     more = len(largest) - len(shown)
     note = [tag("p", f"{more} more prompt lengths are in the table below.")] if more > 0 else []
-    return section(name, heading, tag("div", *figures, class_="charts"), *note)
+    return section(name, _heading(first), tag("div", *figures, class_="charts"), *note)
 
 
 def _sides(plan: Mapping[str, Any], shown: Sequence[int]) -> Iterator[tuple[str, _Entry, str, str, bool]]:

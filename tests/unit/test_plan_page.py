@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from afd_dsv4.plan import document as document_of
 from afd_dsv4.plan_page import page
 from afd_dsv4.workspace.sizing import size_workspace
 from tests import pages
+from tests.unit.test_cli import FLASH_CONFIG
 
 FLASH = ["plan", "--model", "flash", "--block-size", "128"]
 ONE = [*FLASH, "--prompt-tokens", "63778", "--max-num-batched-tokens", "65536", "--free-blocks", "6958"]
@@ -151,6 +153,97 @@ def test_where_max_num_seqs_is_what_limits_the_table_marks_the_requests(capsys):
     for unmarked in (["--max-num-seqs", "200"], []):
         memory = ["--free-blocks", "1500"] if unmarked else []
         assert "*" not in ask(capsys, *FLASH, *lists[:4], *memory, *unmarked)
+
+
+def parts_of(text):
+    """Heading and curves of each part of a page."""
+    found = []
+    for part in pages.read(text)[0].all("section"):
+        if part.attributes["aria-labelledby"].startswith("part"):
+            titles = [title.text for title in part.all("figcaption")]
+            found.append((part.all("h2")[0].text, sum(", by chunk" in title for title in titles)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (["A", "B"], ["A/config.json", "B/config.json"]),
+        (["A/x", "B/x", "C"], ["A/x/config.json", "B/x/config.json", "C/config.json"]),
+        ([".", "B"], ["./config.json", "B/config.json"]),
+        (["", "B"], ["config.json", "B/config.json"]),
+    ],
+)
+def test_models_whose_files_have_one_name_are_told_apart_by_the_end_of_their_paths(
+    capsys, tmp_path, monkeypatch, folders, names
+):
+    monkeypatch.chdir(tmp_path)
+    lengths = [32768 << number for number in range(len(folders))]
+    for folder, length in zip(folders, lengths, strict=True):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "config.json").write_text(json.dumps({**FLASH_CONFIG, "max_position_embeddings": length}))
+    paths = [f"{folder}/config.json" if folder else "config.json" for folder in folders]
+    lists = ["--model", ",".join(paths), "--prompt-tokens", "4096", "--max-num-batched-tokens", "4096"]
+    plan = ["plan", "--block-size", "128", "--hbm-gib", "20", *lists]
+    text = ask(capsys, *plan, "--html", "plan.html")
+    assert [line.split()[0] for line in text.splitlines() if "config.json" in line] == names
+    assert [answer["model"] for answer in json.loads(ask(capsys, *plan, "--json"))["answers"]] == names
+    parts = parts_of((tmp_path / "plan.html").read_text())
+    assert [(heading.split(",")[0], curves) for heading, curves in parts] == [(name, 1) for name in names]
+
+
+def test_models_of_one_content_in_two_places_are_two_and_a_preset_is_one_whatever_it_was_called(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("A", "B"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps(FLASH_CONFIG))
+    (tmp_path / "flash").write_text(json.dumps(FLASH_CONFIG))
+    for asked, names in (
+        ("A/config.json,B/config.json", ["A/config.json", "B/config.json"]),
+        ("flash,deepseek-ai/DeepSeek-V4-Flash,pro", ["flash", "pro"]),
+        ("flash,./flash", ["flash", "./flash"]),
+        ("A/config.json,pro", ["config.json", "pro"]),
+    ):
+        lists = ["--model", asked, "--prompt-tokens", "4096", "--max-num-batched-tokens", "4096", "--json"]
+        answers = json.loads(ask(capsys, "plan", "--block-size", "128", *lists))["answers"]
+        assert [answer["model"] for answer in answers] == names
+
+
+def test_models_of_one_name_that_differ_are_drawn_apart():
+    models = [preset("flash"), replace(preset("flash"), max_position_embeddings=1 << 16)]
+    questions = [
+        Question(
+            geometry=model,
+            layout=page_layout(DEFAULT_STACK, 128),
+            stack=DEFAULT_STACK,
+            prompt_tokens=4096,
+            max_num_batched_tokens=4096,
+            max_num_seqs=16,
+            max_model_len=model.max_position_embeddings,
+            async_scheduling=True,
+            slots=2,
+            executor="stock",
+            tile_tokens=None,
+        )
+        for model in models
+    ]
+    parts = parts_of(page(document_of(sweep(questions), ["afd-dsv4", "plan"])))
+    assert [curves for _, curves in parts] == [1, 1]
+
+
+def test_memories_that_differ_little_are_two_parts_and_two_names(capsys, tmp_path):
+    memory = ["--hbm-gib", "21.06181,21.06184,24", "--html", str(tmp_path / "plan.html")]
+    text = ask(capsys, *ONE[:-2], *memory)
+    rows = [line.split()[:2] for line in text.splitlines() if re.match(r" *\d\S* GiB ", line)]
+    assert rows == [["21.06181", "GiB"], ["21.06184", "GiB"], ["24", "GiB"]]
+    parts = parts_of((tmp_path / "plan.html").read_text())
+    assert [(heading.rpartition("memory ")[2], curves) for heading, curves in parts] == [
+        ("21.06181 GiB", 1),
+        ("21.06184 GiB", 1),
+        ("24 GiB", 1),
+    ]
 
 
 def test_drafts_make_the_tails_of_a_server_that_drafts(capsys, tmp_path):

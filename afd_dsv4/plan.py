@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
@@ -22,19 +22,20 @@ from typing import Any, Final
 from afd_dsv4.admission import (
     GIB,
     GROUP_NAMES,
+    MIB,
     NULL_BLOCKS,
     STATE_GROUPS,
     Admission,
     KvPlan,
     SchedulerLimits,
     admit,
+    gib_up,
     kv_plan,
     largest,
 )
 from afd_dsv4.geometry import InputError, ModelGeometry, PageLayout
 from afd_dsv4.workspace.sizing import WorkspaceSizes, size_workspace
 
-MIB = 1 << 20
 MOST_COMBINATIONS: Final = 1000
 SIDES: Final = ("native", "plugin")
 MAX_NUM_SEQS: Final = "max_num_seqs"  # what limits requests where blocks do not
@@ -120,25 +121,33 @@ class Question:
         return kv_plan(self.geometry, self.layout, plugin=side == "plugin")
 
     def free(self, side: str, plan: KvPlan) -> int | None:
-        """Blocks that a side can hand out, None where no memory was given.
+        """Blocks that a side can hand out, None where no memory was given; 0 where the plugin reserves too much of it.
 
         Raises:
-            InputError: the memory holds not even two blocks beside what the plugin reserves.
+            InputError: the memory holds not even two blocks where nothing is reserved: nobody has an answer.
         """
         if self.hbm_gib is None:
             return self.free_blocks
         budget = int(self.hbm_gib * GIB)
-        reserved = self.sizes.device_bytes if side == "plugin" else 0
+        if side == "plugin":
+            return max((budget - self.sizes.device_bytes) // plan.block_bytes - NULL_BLOCKS, 0)
         try:
-            return plan.free_blocks(budget - reserved)
+            return plan.free_blocks(budget)
         except InputError:
-            least = reserved + 2 * plan.block_bytes
             raise InputError(
                 "HBM budget",
-                f"{exact(self.hbm_gib)} GiB leave {max(budget - reserved, 0):,} bytes for the KV cache ({side} side, "
-                f"{reserved:,} bytes reserved), not two blocks of {plan.block_bytes:,}",
-                f"offer more than {least / GIB:.2f} GiB, or lower --max-num-seqs",
+                f"{exact(self.hbm_gib)} GiB hold no two KV blocks of {plan.block_bytes:,} bytes; the first is never "
+                "handed out",
+                f"offer at least {gib_up((1 + NULL_BLOCKS) * plan.block_bytes)} GiB",
             ) from None
+
+    def in_chunks(self, tokens: int) -> Question:
+        """The same with another chunk."""
+        return replace(self, max_num_batched_tokens=tokens)
+
+    def needs(self, plan: KvPlan) -> int:
+        """Blocks that must be free for the prompt to start."""
+        return sum(plan.whole_prompt(self.prompt_tokens, self.limits).values())
 
 
 @dataclass(frozen=True)
@@ -181,27 +190,53 @@ def answer(question: Question) -> Answer:
         plan = question.plan(side)
         free = question.free(side, plan)
         found = admit(plan, question.prompt_tokens, question.limits, free)
+        if not _reserve_fits(question, found):
+            found = replace(found, reason=_why_nothing_is_left(question, plan))
         resident = {group.name: group.held(question.prompt_tokens, question.prompt_tokens) for group in plan.groups}
         sides[side] = Side(
             admission=found,
             block_bytes=plan.block_bytes,
-            largest_chunk=None if free is None else _largest_chunk(question, side, plan),
+            largest_chunk=None if free is None else _largest(question.prompt_tokens, question.in_chunks, side, plan),
             requests=None if free is None else _requests(found, sum(resident.values()), question.max_num_seqs),
             resident={name: resident.get(name, 0) for name in GROUP_NAMES},
         )
     return Answer(question, sides)
 
 
-def _largest_chunk(question: Question, side: str, plan: KvPlan) -> int:
-    def starts(chunk: int) -> bool:
-        tried = replace(question, max_num_batched_tokens=chunk)
-        try:
-            free = tried.free(side, plan)
-        except InputError:  # at this chunk the plugin reserves all there is
-            return False
-        return free is not None and sum(plan.whole_prompt(question.prompt_tokens, tried.limits).values()) <= free
+def _reserve_fits(question: Question, found: Admission) -> bool:
+    """Whether what a side reserves leaves blocks; with a number of blocks the memory beside them is somebody else's."""
+    return question.hbm_gib is None or bool(found.free_blocks)
 
-    return largest(starts, question.prompt_tokens)
+
+def _why_nothing_is_left(question: Question, plan: KvPlan) -> str:
+    """Of the plugin, with what would start the prompt; each is tried before it is said."""
+    assert question.hbm_gib is not None
+    reserved = question.sizes.device_bytes
+    text = (
+        f"no server starts: {exact(question.hbm_gib)} GiB do not hold the {reserved:,} bytes that the plugin reserves "
+        f"and two KV blocks of {plan.block_bytes:,}, of which the first is never handed out. To start the prompt: "
+        f"{gib_up((question.needs(plan) + NULL_BLOCKS) * plan.block_bytes + reserved)} GiB"
+    )
+    ways: list[tuple[str, int, Callable[[int], Question]]] = [
+        ("--max-num-seqs", question.max_num_seqs, lambda value: replace(question, max_num_seqs=value)),
+        ("--slots", question.slots, lambda value: replace(question, slots=value)),
+        ("--max-num-batched-tokens", question.max_num_batched_tokens, question.in_chunks),
+    ]
+    for option, now, tried in ways:
+        if fits := _largest(now - 1, tried, "plugin", plan):
+            text += f", or {option} {fits:,}{' or less' if fits > 1 else ''}"
+    return text
+
+
+def _largest(most: int, tried: Callable[[int], Question], side: str, plan: KvPlan) -> int:
+    """The largest value of a setting with which the prompt starts, 0 if none."""
+
+    def starts(value: int) -> bool:
+        question = tried(value)
+        free = question.free(side, plan)
+        return free is not None and question.needs(plan) <= free
+
+    return largest(starts, most)
 
 
 def _requests(found: Admission, resident: int, most: int) -> int:
@@ -275,6 +310,7 @@ def as_json(entry: Answer) -> dict[str, Any]:
             "slots": sizes.slots,
             "slot_bytes": sizes.slot_bytes,
             "reserved_bytes": sizes.device_bytes,
+            "reserve_fits": _reserve_fits(question, entry.sides["plugin"].admission),
             "host_bytes": sizes.host_bytes,
         }
     return found
@@ -283,12 +319,13 @@ def as_json(entry: Answer) -> dict[str, Any]:
 def document(answers: Sequence[Answer], command: Sequence[str]) -> dict[str, Any]:
     """A sweep as JSON; what the page shows, and no more.
 
-    `part` numbers the settings of one picture.
+    `part` numbers the settings of one picture, `hardest` the answer that the next limits are taken from.
     """
     facets = dict.fromkeys(facet(entry.question) for entry in answers)
     parts = {settings: number for number, settings in enumerate(facets)}
     return {
         "command": list(command),
+        "hardest": hardest(answers),
         "answers": [{"part": parts[facet(entry.question)], **_wide(entry)} for entry in answers],
         "curves": [{"part": parts[facet(group[0].question)], **_curve(group)} for group in _by_chunk(answers)],
     }
@@ -326,7 +363,7 @@ def requests_limited_by(question: Question, side: Side) -> str:
     return most_of({name: need + there * side.resident[name] for name, need in side.admission.by_group.items()})
 
 
-def most_of(by_group: dict[str, int]) -> str:
+def most_of(by_group: Mapping[str, int]) -> str:
     """The kind of group with the most blocks."""
     return max(by_group, key=lambda name: by_group[name])
 
@@ -369,15 +406,11 @@ def _curve(group: Sequence[Answer]) -> dict[str, Any]:
     }
     for side in SIDES:
         plan = question.plan(side)
-        needed, free = [], []
-        for chunk in chunks:
-            tried = replace(question, max_num_batched_tokens=chunk)
-            needed.append(sum(plan.whole_prompt(question.prompt_tokens, tried.limits).values()))
-            try:
-                free.append(tried.free(side, plan))
-            except InputError:
-                free.append(0)
-        found[side] = {"blocks_needed": needed, "free_blocks": free}
+        tried = [question.in_chunks(chunk) for chunk in chunks]
+        found[side] = {
+            "blocks_needed": [one.needs(plan) for one in tried],
+            "free_blocks": [one.free(side, plan) for one in tried],
+        }
     return found
 
 
@@ -386,6 +419,7 @@ def as_table(answers: Sequence[Answer]) -> str:
     columns: list[tuple[str, Callable[[Question], str]]] = [
         ("model", lambda q: q.geometry.name),
         ("block size", lambda q: str(q.layout.block_size)),
+        ("longest sequence", lambda q: f"{q.max_model_len:,}"),
         ("max-num-seqs", lambda q: f"{q.max_num_seqs:,}"),
         ("memory", lambda q: memory(q.hbm_gib, q.free_blocks)),
         ("prompt", lambda q: f"{q.prompt_tokens:,}"),
@@ -412,6 +446,8 @@ def as_table(answers: Sequence[Answer]) -> str:
                 known(side.largest_chunk),
                 known(side.requests) + mark.get(requests_limited_by(entry.question, side), " " if mark else ""),
             ]
+            if not _reserve_fits(entry.question, found):
+                notes.append(f"{', '.join(row[: len(shown)])}, plugin: {found.reason}")
         rows.append(row)
     heads = [cell.split(" ", 1) if cell in sides else ["", cell] for cell in rows[0]]
     rows[:1] = [[head[0] for head in heads], [head[1] for head in heads]]
@@ -425,11 +461,12 @@ def as_table(answers: Sequence[Answer]) -> str:
         above.append(f"memory: {HBM_WORDS}")
     if mark:
         notes.append(f"{SEQS_MARK} as many as --max-num-seqs allows")
-    ends = [f"{side} next limit: {text}." for side, text in next_limits(answers).items()]
+    hard = answers[hardest(answers)]
+    ends = [f"{name} next limit: {_next_limit(hard.question, side)}." for name, side in hard.sides.items()]
     return "\n".join([*above, "", *lines, "", *notes, *ends])
 
 
-def limited_by(by_group: dict[str, int]) -> tuple[str, int]:
+def limited_by(by_group: Mapping[str, int]) -> tuple[str, int]:
     """What takes the most blocks, in words, and how many.
 
     Compressor state is one thing to whoever looks for a remedy, though it is two kinds of groups.
@@ -442,21 +479,44 @@ def limited_by(by_group: dict[str, int]) -> tuple[str, int]:
     return f"{GROUP_WORDS[group]} ({group})", rest[group]
 
 
-def next_limits(answers: Sequence[Answer]) -> dict[str, str]:
-    """What stands in the way next on each side, in words, taken from the answer that needs the most blocks natively."""
-    entry = max((e for e in answers if not e.refused), key=lambda e: e.sides["native"].admission.blocks_needed)
-    found = {}
-    for name, side in entry.sides.items():
-        what, blocks = limited_by(side.admission.by_group)
-        total = side.admission.blocks_needed
-        keeps = most_of(side.resident)
-        asked = entry.question
-        found[name] = (
-            f"{what} with {blocks:,} of {total:,} blocks of a prompt of {asked.prompt_tokens:,} tokens in "
-            f"chunks of {asked.max_num_batched_tokens:,}; once it is prefilled, {GROUP_WORDS[keeps]} ({keeps}) "
-            f"with {side.resident[keeps]:,} of {sum(side.resident.values()):,}"
-        )
-    return found
+def hardest(answers: Sequence[Answer]) -> int:
+    """Which answer needs the most blocks natively: that is where a limit is met first."""
+    needs = {at: entry.sides["native"].admission.blocks_needed for at, entry in enumerate(answers) if entry.sides}
+    return max(needs, key=lambda at: needs[at])
+
+
+def next_limit(
+    prompt: int,
+    chunk: int,
+    by_group: Mapping[str, int],
+    resident: Mapping[str, int],
+    figure: Callable[[int, str], str] = lambda value, _: f"{value:,}",
+) -> list[str]:
+    """What stands in the way next on one side, in words.
+
+    Args:
+        prompt: its tokens.
+        chunk: tokens of a step.
+        by_group: blocks that it needs to start.
+        resident: blocks that it keeps once it is prefilled.
+        figure: how a number is shown that has a place in the side's JSON, which is the second argument.
+    """
+    what, blocks = limited_by(by_group)
+    keeps = most_of(resident)
+    return [
+        f"{what} with {blocks:,} of ",
+        figure(sum(by_group.values()), "blocks_needed"),
+        f" blocks of a prompt of {prompt:,} tokens in chunks of {chunk:,}; once it is prefilled, ",
+        f"{GROUP_WORDS[keeps]} ({keeps}) with ",
+        figure(resident[keeps], f"resident_by_group/{keeps}"),
+        " of ",
+        figure(sum(resident.values()), "resident_blocks"),
+    ]
+
+
+def _next_limit(question: Question, side: Side) -> str:
+    prompt, chunk = question.prompt_tokens, question.max_num_batched_tokens
+    return "".join(next_limit(prompt, chunk, side.admission.by_group, side.resident))
 
 
 def scheduling(asynchronous: bool) -> str:

@@ -10,7 +10,7 @@ the pictures, because there would be too many, is in the tables.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from afd_dsv4.admission import GROUP_NAMES, gib_up
@@ -23,8 +23,8 @@ from afd_dsv4.plan import (
     SCOPE,
     SIDES,
     drafting,
-    limited_by,
     memory,
+    next_limit,
     scheduling,
 )
 
@@ -85,45 +85,35 @@ def _figure(value: Any, path: str) -> Html:
     return data(value, text, path)
 
 
+def _figures(path: str) -> Callable[[int, str], str]:
+    return lambda value, key: _figure(value, f"{path}/{key}")
+
+
 def _gib(size: int) -> str:
     """Bytes as the reasons of an answer say them: up, so that the figure is enough when it is given to the command."""
     return f"{gib_up(size)} GiB"
 
 
 def _in_short(plan: Mapping[str, Any]) -> Html:
-    """The answer that needs the most natively, in words: that is where a limit is met first."""
-    answered = [number for number, entry in enumerate(plan["answers"]) if "refused" not in entry]
-    number = max(answered, key=lambda at: plan["answers"][at]["native"]["blocks_needed"])
+    """The answer where a limit is met first, in words."""
+    number = plan["hardest"]
     entry = plan["answers"][number]
+    prompt, chunk = entry["prompt_tokens"], entry["max_num_batched_tokens"]
     words = []
     for side in SIDES:
         found, path = entry[side], f"/answers/{number}/{side}"
-        what, blocks = limited_by(found["by_group"])
-        keeps = max(found["resident_by_group"], key=lambda name: found["resident_by_group"][name])
+        limit = next_limit(prompt, chunk, found["by_group"], found["resident_by_group"], _figures(path))
         words += [
             tag("dt", side),
             tag(
                 "dd",
                 tag("p", f"{found['reason'][:1].upper()}{found['reason'][1:]}."),
-                tag(
-                    "p",
-                    tag("strong", "Next limit: "),
-                    f"{what} with {blocks:,} of ",
-                    _figure(found["blocks_needed"], f"{path}/blocks_needed"),
-                    f" blocks. Once the prompt is prefilled, {GROUP_WORDS[keeps]} with ",
-                    _figure(found["resident_by_group"][keeps], f"{path}/resident_by_group/{keeps}"),
-                    " of ",
-                    _figure(found["resident_blocks"], f"{path}/resident_blocks"),
-                    " that it keeps.",
-                ),
+                tag("p", tag("strong", "Next limit: "), *limit, "."),
             ),
         ]
     about = (
-        f"{entry['model']} on {entry['stack']}, block size {entry['block_size']}, "
-        f"memory {memory(entry['hbm_gib'], entry['free_blocks'])}, "
-        f"{entry['max_num_seqs']:,} requests: a prompt of {entry['prompt_tokens']:,} tokens in chunks of "
-        f"{entry['max_num_batched_tokens']:,}, {scheduling(entry['async_scheduling'])}"
-        f"{drafting(entry['plugin']['drafts'])}."
+        f"{_heading(entry)} on {entry['stack']}: a prompt of {prompt:,} tokens in chunks of {chunk:,}, "
+        f"{scheduling(entry['async_scheduling'])}{drafting(entry['plugin']['drafts'])}."
     )
     return section("short", "In short", tag("p", about), tag("dl", *words))
 
@@ -139,7 +129,7 @@ def _all(plan: Mapping[str, Any]) -> Html:
         "limited by": "requests_limited_by",
     }
     head += [f"{side}: {column}" for side in SIDES for column in columns]
-    rows, refused = [], []
+    rows, refused, small = [], [], []
     for number, entry in enumerate(plan["answers"]):
         path = f"/answers/{number}"
         row: list[object] = [_heading(entry)]
@@ -152,19 +142,22 @@ def _all(plan: Mapping[str, Any]) -> Html:
                     row.append(data(entry[side][key], entry[side][key], f"{path}/{side}/{key}"))
                 else:
                     row.append(_figure(entry[side][key], f"{path}/{side}/{key}"))
+        where = f"{_heading(entry)}, chunk {entry['max_num_batched_tokens']:,}"
         if "refused" in entry:
-            refused.append(
-                tag("li", f"{_heading(entry)}, chunk {entry['max_num_batched_tokens']:,}: {entry['refused']}")
-            )
+            refused.append(tag("li", f"{where}: {entry['refused']}"))
+        elif not entry["plugin"]["reserve_fits"]:
+            small.append(tag("li", f"{where}, plugin: {entry['plugin']['reason']}"))
         rows.append(row)
     notes = [folded(f"{len(refused)} without an answer", tag("ul", *refused))] if refused else []
+    if small:
+        notes.append(folded(f"{len(small)} without room for what the plugin reserves", tag("ul", *small)))
     return section("all", "All answers", table("Every combination that was asked for", head, rows), *notes)
 
 
 def _heading(entry: _Entry) -> str:
     return (
-        f"{entry['model']}, block size {entry['block_size']}, {entry['max_num_seqs']:,} requests, "
-        f"memory {memory(entry['hbm_gib'], entry['free_blocks'])}"
+        f"{entry['model']}, block size {entry['block_size']}, longest sequence {entry['max_model_len']:,}, "
+        f"{entry['max_num_seqs']:,} requests, memory {memory(entry['hbm_gib'], entry['free_blocks'])}"
     )
 
 

@@ -27,7 +27,7 @@ FLASH = ["plan", "--model", "flash", "--block-size", "128"]
 ONE = [*FLASH, "--prompt-tokens", "63778", "--max-num-batched-tokens", "65536", "--free-blocks", "6958"]
 MANY = [
     *("plan", "--model", "flash,pro", "--block-size", "128,32", "--prompt-tokens", "4096,63778"),
-    *("--max-num-batched-tokens", "4096,65536", "--hbm-gib", "21.0618,0.25", "--max-num-seqs", "16"),
+    *("--max-num-batched-tokens", "4096,65536", "--hbm-gib", "21.0618,0.25,0.005", "--max-num-seqs", "16"),
 ]
 
 
@@ -133,9 +133,21 @@ def test_what_limits_requests_is_what_most_blocks_are_of_when_there_is_one_more(
 def test_a_sweep_has_a_row_for_every_combination_and_says_why_one_has_no_answer(capsys):
     text = ask(capsys, *MANY)
     rows = [line for line in text.splitlines() if re.match(r" *(flash|pro) ", line)]
-    assert len(rows) == 2 * 2 * 2 * 2 * 2
-    assert "max-num-seqs 16 on vllm-ascend-0.23.0" in text.splitlines()[0]
-    assert sum(" -  " in row for row in rows) == len(re.findall("HBM budget: 0.25 GiB leave", text)) > 0
+    assert len(rows) == 2 * 2 * 2 * 2 * 3
+    assert "longest sequence 1,048,576, max-num-seqs 16 on vllm-ascend-0.23.0" in text.splitlines()[0]
+    refused = re.findall(r"\n(?:flash|pro), 128, 0.005 GiB, [\d, ]+: HBM budget: 0.005 GiB hold no two KV blocks", text)
+    assert sum(" -  " in row for row in rows) == len(refused) == 2 * 2 * 2
+    small = re.findall(
+        r"\n(?:flash|pro), \d+, 0.(?:25|005) GiB, [\d, ]+, plugin: no server starts: 0.(?:25|005) GiB do", text
+    )
+    answers = json.loads(ask(capsys, *MANY, "--json"))["answers"]
+    crowded = [answer for answer in answers if "plugin" in answer and not answer["plugin"]["reserve_fits"]]
+    assert len(small) == len(crowded) > 0
+    for answer in crowded:
+        room = int(answer["hbm_gib"] * 2**30) - answer["plugin"]["reserved_bytes"]
+        assert room < 2 * answer["plugin"]["block_bytes"]
+        assert answer["plugin"]["free_blocks"] == answer["plugin"]["requests_at_once"] == 0
+        assert answer["native"]["free_blocks"] == int(answer["hbm_gib"] * 2**30) // answer["native"]["block_bytes"] - 1
     assert "native next limit: compressor state (c4_state and c128_state) with 39,862 of 44,365 blocks" in text
     assert "plugin next limit: the sliding-window groups (swa) with 3,988 of 4,503 blocks" in text
 
@@ -153,6 +165,29 @@ def test_where_max_num_seqs_is_what_limits_the_table_marks_the_requests(capsys):
     for unmarked in (["--max-num-seqs", "200"], []):
         memory = ["--free-blocks", "1500"] if unmarked else []
         assert "*" not in ask(capsys, *FLASH, *lists[:4], *memory, *unmarked)
+
+
+@pytest.mark.parametrize("lists", [["--hbm-gib", "24"], ["--hbm-gib", "24,40"]])
+def test_the_list_and_the_page_say_the_longest_sequence(capsys, tmp_path, lists):
+    html = ["--max-model-len", "70000", "--html", str(tmp_path / "plan.html")]
+    text = ask(capsys, *ONE[:-2], *lists, *html)
+    assert "longest sequence 70,000" in text.splitlines()[0]
+    drawn = pages.read((tmp_path / "plan.html").read_text())[0]
+    headings = [heading.text for heading in drawn.all("h2") if heading.text.startswith("flash")]
+    assert len(headings) == lists[1].count(",") + 1
+    for shown in (drawn.all("p")[1].text, *headings):
+        assert "longest sequence 70,000, " in shown
+
+
+def test_models_of_different_length_have_it_as_a_column(capsys, tmp_path):
+    path = tmp_path / "short.json"
+    path.write_text(json.dumps({**FLASH_CONFIG, "max_position_embeddings": 65536}))
+    lists = ["--model", f"flash,{path}", "--prompt-tokens", "4096", "--max-num-batched-tokens", "4096"]
+    rows = [line.split() for line in ask(capsys, "plan", "--block-size", "128", *lists).splitlines()]
+    assert [row[:2] for row in rows if row[:1] in (["flash"], ["short.json"])] == [
+        ["flash", "1,048,576"],
+        ["short.json", "65,536"],
+    ]
 
 
 def parts_of(text):
@@ -230,7 +265,10 @@ def test_models_of_one_name_that_differ_are_drawn_apart():
         for model in models
     ]
     parts = parts_of(page(document_of(sweep(questions), ["afd-dsv4", "plan"])))
-    assert [curves for _, curves in parts] == [1, 1]
+    assert [(heading.split(", ")[2], curves) for heading, curves in parts] == [
+        ("longest sequence 1,048,576", 1),
+        ("longest sequence 65,536", 1),
+    ]
 
 
 def test_memories_that_differ_little_are_two_parts_and_two_names(capsys, tmp_path):
@@ -244,6 +282,86 @@ def test_memories_that_differ_little_are_two_parts_and_two_names(capsys, tmp_pat
         ("21.06184 GiB", 1),
         ("24 GiB", 1),
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "ways"),
+    [
+        (["--max-num-seqs", "128"], {"--max-num-seqs"}),
+        (["--max-num-seqs", "1", "--slots", "900"], {"--slots"}),
+        (["--max-num-seqs", "16", "--slots", "1", "--max-num-batched-tokens", "30000000"], {"--max-num-seqs"}),
+        (
+            ["--max-num-seqs", "2", "--slots", "2", "--max-num-batched-tokens", "50000000"],
+            {"--max-num-seqs", "--slots", "--max-num-batched-tokens"},
+        ),
+        (["--max-num-seqs", "128", "--slots", "900"], set()),
+    ],
+)
+def test_of_a_plugin_that_reserves_all_there_is_the_ways_that_start_the_prompt_are_said(capsys, options, ways):
+    plan = [*FLASH, "--prompt-tokens", "512", "--max-num-batched-tokens", "512", "--hbm-gib", "0.2", *options, "--json"]
+    answer = json.loads(ask(capsys, *plan))
+    bytes_of = int(0.2 * 2**30)
+    assert answer["native"]["free_blocks"] == bytes_of // answer["native"]["block_bytes"] - 1
+    plugin = answer["plugin"]
+    reserved = plugin["reserved_bytes"]
+    assert bytes_of - reserved < 2 * plugin["block_bytes"]
+    assert (plugin["free_blocks"], plugin["admitted"], plugin["reserve_fits"]) == (0, False, False)
+    assert f"0.2 GiB do not hold the {reserved:,} bytes that the plugin reserves" in plugin["reason"]
+    said = {
+        option: int(most.replace(",", "")) for option, most in re.findall(r"or (--[a-z-]+) ([\d,]+)", plugin["reason"])
+    }
+    assert set(said) == ways
+    for option, most in said.items():
+        for value in (most, most + 1):
+            other = json.loads(ask(capsys, *plan, option, str(value)))["plugin"]
+            assert other["admitted"] is (value == most)
+    (gib,) = re.findall(r"To start the prompt: ([\d.]+) GiB", plugin["reason"])
+    assert json.loads(ask(capsys, *plan, "--hbm-gib", gib))["plugin"]["admitted"] is True
+
+
+@pytest.mark.parametrize("model", ["flash", "pro"])
+@pytest.mark.parametrize("block_size", ["32", "64", "128"])
+def test_memory_that_holds_no_block_is_refused_with_the_figure_that_is_enough_and_no_other_way(
+    capsys, model, block_size
+):
+    plan = [
+        "plan",
+        "--model",
+        model,
+        "--block-size",
+        block_size,
+        "--prompt-tokens",
+        "7",
+        "--max-num-batched-tokens",
+        "7",
+    ]
+    assert main([*plan, "--hbm-gib", "0.0005"]) == 2
+    (gib,) = re.findall(r"; offer at least ([\d.]+) GiB\n", capsys.readouterr().err)
+    assert json.loads(ask(capsys, *plan, "--hbm-gib", gib, "--json"))["native"]["free_blocks"] >= 1
+
+
+def test_the_page_says_of_the_plugin_alone_that_its_reservation_does_not_fit(capsys, tmp_path):
+    sizes = [
+        "--prompt-tokens",
+        "512",
+        "--max-num-batched-tokens",
+        "512",
+        "--hbm-gib",
+        "0.2",
+        "--max-num-seqs",
+        "16,128",
+    ]
+    ask(capsys, *FLASH, *sizes, "--html", str(tmp_path / "plan.html"))
+    text = (tmp_path / "plan.html").read_text()
+    assert pages.faults(text) == []
+    words = [folded.text for folded in pages.read(text)[0].all("details")]
+    (said,) = [text for text in words if "without room" in text]
+    assert said.startswith("2 without room for what the plugin reserves")
+    for seqs in ("16", "128"):
+        assert (
+            f"flash, block size 128, longest sequence 1,048,576, {seqs} requests, memory 0.2 GiB, chunk 512, plugin: no"
+            in said
+        )
 
 
 def test_drafts_make_the_tails_of_a_server_that_drafts(capsys, tmp_path):

@@ -33,6 +33,7 @@ GROUP_NAMES: Final = ("c4_mla", "c128_mla", "swa", "c4_state", "c128_state")
 STATE_GROUPS: Final = ("c4_state", "c128_state")
 NULL_BLOCKS: Final = 1  # block 0 is never handed out
 GIB: Final = 1 << 30
+MIB: Final = 1 << 20
 #: Two batches in flight: what `VllmConfig.__post_init__` of both supported releases decides where nobody does.
 ASYNC_BY_DEFAULT: Final = True
 

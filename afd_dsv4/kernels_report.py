@@ -25,6 +25,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from afd_dsv4.admission import MIB
 from afd_dsv4.compressor import library, reference, roofline
 from afd_dsv4.compressor.kernels import CompressParams, Dtype, Figures, Kernel, Kernels, TailParams
 from afd_dsv4.compressor.reference import PoolSpec
@@ -33,7 +34,6 @@ from afd_dsv4.geometry import CompressorKind, InputError, preset
 from afd_dsv4.workspace.sizing import staging_areas
 
 EXIT_MISSED: Final = 1
-MIB: Final = 1 << 20
 
 #: What a launch is counted with: a sixteenth of a 32,768-token prefill on a sixteenth of the 48 cores, so that what
 #: each core loads for itself is as much per token.

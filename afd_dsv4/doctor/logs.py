@@ -6,9 +6,14 @@ Problem: what a server was told, what it made of it and why it ended stand in a 
 processes, and perhaps of several starts.
 Way: the messages of vLLM, vllm-ascend and this plugin are looked for by their exact words at the begin of a message
 (`lines.py`), so that words in a request that was logged are none. The last start counts, faults of earlier ones are
-notes. Within it the last setting and the last state count, of workers' memory the least, as for vLLM, and every fault.
+notes. Within it the last state and every fault count, and of a number that is said again the one that `_NUMBERS` says.
 A number has at most 12 digits; a longer one is none. A file without one line in vLLM's format is refused.
-Not here: what the numbers mean (`queue.py`). Words that no release in `SOURCES` prints are not looked for.
+Not here: what the numbers mean (`queue.py`).
+
+Sources, with the same words in vLLM 0.23.0 and 0.26.0 (vllm-ascend 0.23.0 and 80d8c194f): of vllm `logger.py`,
+`entrypoints/serve/utils/api_utils.py`, `config/{scheduler,vllm,model}.py`, `v1/core/kv_cache_utils.py`,
+`v1/engine/{core,input_processor}.py`, `v1/metrics/loggers.py`, `renderers/params.py`, `platforms/__init__.py` and
+`plugins/__init__.py`; of vllm_ascend `worker/worker.py` and `utils.py`.
 """
 
 from __future__ import annotations
@@ -20,22 +25,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from afd_dsv4.doctor import verdicts
-from afd_dsv4.doctor.facts import Engine, Finding, Server, Severity
+from afd_dsv4.doctor.facts import OVERWRITTEN, Engine, Finding, Server, Severity
 from afd_dsv4.doctor.lines import RAISED, Line, is_log, lines_with, starts, unwrapped
 from afd_dsv4.geometry import MOST, InputError
-
-#: Where the messages are from, the same words in vLLM 0.23.0 and 0.26.0 (vllm-ascend 0.23.0 and 80d8c194f).
-SOURCES: Final = (
-    "vllm/logger.py:_FORMAT",
-    "vllm/entrypoints/serve/utils/api_utils.py:log_non_default_args",
-    "vllm/config/scheduler.py, vllm/config/vllm.py, vllm/config/model.py",
-    "vllm/v1/core/kv_cache_utils.py",
-    "vllm/v1/metrics/loggers.py:LoggingStatLogger.log",
-    "vllm/v1/engine/input_processor.py, vllm/renderers/params.py",
-    "vllm/platforms/__init__.py, vllm/plugins/__init__.py",
-    "vllm_ascend/worker/worker.py, vllm_ascend/utils.py",
-    "afd_dsv4/gate.py:Decision.line, afd_dsv4/plugin.py",
-)
 
 #: A whole number, and one with a point. `\\d` would take the digits of every script.
 _N: Final = "([0-9]{1,12})(?![0-9])"
@@ -50,20 +42,44 @@ _CONFIG = re.compile(r"Initializing a V1 LLM engine \(v(\S{1,80})\) with config:
 _OPTIONS = re.compile(r"non-default args: (.*)")
 _MADE: Final = r"Initializing a V1 LLM engine \(v\S{1,80}\) with config: model=.*"
 
-#: Pattern, and the numbers in it by the name of `Server`.
-_NUMBERS: Final[tuple[tuple[re.Pattern[str], str, Callable[[str], Any]], ...]] = (
-    (re.compile(rf"Chunked prefill is enabled with max_num_batched_tokens={_N}\."), "max_num_batched_tokens", int),
-    (re.compile(r"Asynchronous scheduling is (enabled|disabled)\."), "async_scheduling", "enabled".__eq__),
-    (re.compile(rf"Using max model len {_N}"), "max_model_len", int),
-    (re.compile(rf"{_MADE}\bmax_seq_len={_N},"), "max_model_len", int),
-    (re.compile(rf"Auto-fit max_model_len: reduced from [0-9]+ to {_N}"), "max_model_len", int),
-    (re.compile(rf"{_MADE}\benable_prefix_caching=(True|False),"), "prefix_caching", "True".__eq__),
-    (re.compile(rf"For deepseek_v4 model, block size should be .*Setting block size to {_N}"), "block_size", int),
-    (re.compile(rf"Available KV cache memory: {_D} GiB"), "kv_gib", float),
-    (re.compile(rf"Overriding num_gpu_blocks=[0-9]+ with num_gpu_blocks_override={_N}"), "num_blocks", int),
-    (re.compile(rf"Engine [0-9]+: vllm cache_config_info .*num_gpu_blocks is: {_N}"), "num_blocks", int),
+
+def _first(old: Any, _: Any) -> Any:
+    return old
+
+
+def _last(_: Any, new: Any) -> Any:
+    return new
+
+
+_Number = tuple[str, re.Pattern[str], Callable[[str], Any], Callable[[Any, Any], Any]]
+
+
+def _number(name: str, words: str, read: Callable[[str], Any], which: Callable[[Any, Any], Any] = _last) -> _Number:
+    """A number: its name in `Server`, how it is read, and which one counts where it is said again."""
+    return name, re.compile(words), read, which
+
+
+_NUMBERS: Final = (
+    _number("max_num_batched_tokens", rf"Chunked prefill is enabled with max_num_batched_tokens={_N}\.", int),
+    _number("async_scheduling", r"Asynchronous scheduling is (enabled|disabled)\.", "enabled".__eq__),
+    # A draft model says its own after the model's (vllm/config/speculative.py:674, in 0.26.0 :831).
+    _number("max_model_len", rf"Using max model len {_N}", int, _first),
+    _number("max_model_len", rf"{_MADE}\bmax_seq_len={_N},", int),
+    # The front end takes the least of all engines (`_apply_ready_response` in vllm/v1/engine/core_client.py).
+    _number("max_model_len", rf"Auto-fit max_model_len: reduced from [0-9]+ to {_N}", int, min),
+    _number("prefix_caching", rf"{_MADE}\benable_prefix_caching=(True|False),", "True".__eq__),
+    # vLLM gives every worker as many blocks as the one with the least memory has room for.
+    _number("kv_gib", rf"Available KV cache memory: {_D} GiB", float, min),
+    _number("num_blocks", rf"Overriding num_gpu_blocks=[0-9]+ with num_gpu_blocks_override={_N}", int),
 )
-_OF_ALL = re.compile(rf"{_N} Engines: vllm cache_config_info .*num_gpu_blocks is: {_N}")
+#: In both the number is of all engines together (vllm/v1/engine/core_client.py:724, in 0.26.0 :726), the first is said
+#: once for each.
+_BLOCKS = re.compile(rf"(?:Engine {_N}|{_N} Engines): vllm cache_config_info .*num_gpu_blocks is: {_N}")
+#: Said where neither 32, 64 nor 128 was asked for (vllm_ascend/utils.py:1390, in 80d8c194f :1254); and by every native
+#: engine core of the smallest block of all KV groups, which it has put in the place of what was asked for, before it
+#: checks its configuration again (vllm/v1/engine/core.py:283 and 1038, in 0.26.0 :312 and 1173; vllm-ascend#14479).
+_BLOCK_SIZE = re.compile(rf"For deepseek_v4 model, block size should be .*Setting block size to {_N}")
+_ENGINE_CORE: Final = "EngineCore"
 
 _START = re.compile(
     rf"To serve at least one request with the model's max seq len \({_N}\), \({_D} GiB KV cache is needed, which "
@@ -153,35 +169,41 @@ def parse(text: str, name: str) -> Log:
     notes: list[Finding] = []
     numbers: dict[str, Any] = {} if said.plugin is None else {"plugin": said.plugin}
     engines: dict[str, Engine] = {}
-    for message in (line.message for line in last if not line.bare):
-        _read_numbers(message, numbers)
-        if found := _CONFIG.match(message):
+    of_engines: set[str] = set()
+    for line in (line for line in last if not line.bare):
+        _read_numbers(line.message, numbers)
+        if found := _CONFIG.match(line.message):
             version, numbers["model"] = found.groups()
-        elif found := _OPTIONS.match(message):
+        elif found := _OPTIONS.match(line.message):
             options, lost = _literal(found[1])
             notes += [lost] if lost else []
-        elif found := _STATE.match(message):
+        elif found := _BLOCK_SIZE.match(line.message):
+            if _ENGINE_CORE not in line.process:
+                numbers["block_size"] = int(found[1])
+        elif found := _BLOCKS.match(line.message):
+            of_engines |= {found[1]} if found[1] else set()
+            blocks = int(found[3]) // max(int(found[2] or 0), len(of_engines), 1)
+            numbers |= {"num_blocks": blocks} if blocks else {}
+        elif found := _STATE.match(line.message):
             state = _state(found)
             engines[state.name] = state
             computed |= bool(state.prompt_throughput)
             hit_rate = _share(found[9]) if computed else None
     told = server_of(options)
+    if told.block_size in OVERWRITTEN.values():  # what was asked for stands
+        numbers["block_size"] = told.block_size
     server = Server(**{**told.known(), **numbers}, engines=tuple(engines.values()))
     findings = (*_faults(last), *said.findings, *notes, *_earlier(earlier))
     return Log(server, options, version, said.text, findings, hit_rate)
 
 
 def _read_numbers(message: str, numbers: dict[str, Any]) -> None:
-    """Enter what a message says; a count of 0 is none of a server's."""
-    for pattern, key, read in _NUMBERS:
-        if found := pattern.match(message):
+    """Enter what a message says; a count of 0 is none of a server's, a memory of 0 is."""
+    for name, words, read, which in _NUMBERS:
+        if found := words.match(message):
             value = read(found[1])
-            if key == "kv_gib":  # vLLM gives every worker as many blocks as the one with the least memory has room for
-                numbers[key] = min(value, numbers.get(key, value))
-            elif isinstance(value, bool) or value > 0:
-                numbers[key] = value
-    if (found := _OF_ALL.match(message)) and (blocks := int(found[2]) // max(int(found[1]), 1)):
-        numbers["num_blocks"] = blocks
+            if name == "kv_gib" or isinstance(value, bool) or value > 0:
+                numbers[name] = which(numbers[name], value) if name in numbers else value
 
 
 def _state(found: re.Match[str]) -> Engine:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -122,6 +123,87 @@ def test_a_prompt_is_judged_by_the_worker_with_the_least_memory(tmp_path: Path) 
     assert [finding.code for finding in report.findings] == ["prompt-never-fits"]
     block = 22 * (131_072 + 16_640)
     assert report.findings[0].numbers["native"]["free_blocks"] == 20 * 2**30 // block - 1 < 11_094 < 40 * 2**30 // block
+
+
+# Numbers that are said again
+
+OVERWRITES = (
+    "For deepseek_v4 model, block size should be 32, 64 or 128. Setting block size to 32 for better performance."
+)
+API, CORE = "APIServer pid=1", "EngineCore_DP0 pid=2"
+
+
+@pytest.mark.parametrize(
+    ("told", "who", "block_size"),
+    [
+        (128, [CORE], 128),
+        (64, [CORE, CORE.replace("DP0", "DP1")], 64),
+        (32, [CORE], 32),
+        (128, ["DPMoEEngineCoreActor pid=2"], 128),
+        (128, [""], 128),  # whoever collected the log took the names away
+        (16, [API, CORE], 32),
+        (None, [API, CORE], 32),  # vLLM's default is 16
+        (None, [CORE], None),  # the begin of the log is lost
+        (None, ["DPMoEEngineCoreActor pid=2"], None),
+    ],
+)
+def test_a_native_engine_core_says_32_whatever_block_size_was_asked_for(
+    told: int | None, who: list[str], block_size: int | None
+) -> None:
+    """By then the smallest block of all KV groups, 8 of 128, stands for it (vllm-project/vllm-ascend#14479)."""
+    options = by(API, f"non-default args: {{'block_size': {told}}}")
+    log = read(options, *(by(name, OVERWRITES) if name else INFO + OVERWRITES for name in who))
+    assert log.server.block_size == block_size
+
+
+@pytest.mark.usefixtures("bare")
+def test_a_prompt_is_counted_in_the_blocks_that_the_server_in_a_native_log_was_told() -> None:
+    assert STUCK.count(OVERWRITES) == 2
+    (finding,) = [one for one in examine(log=str(HERE / "stuck.log"), prompt_tokens=63_778).findings if one.remedies]
+    tokens_a_block = {"c4_mla": 4 * 128, "c128_mla": 128 * 128, "c4_state": 8, "c128_state": 32}
+    groups = {group: math.ceil(63_778 / tokens) for group, tokens in tokens_a_block.items()}
+    assert finding.numbers["native"]["blocks_needed"] == sum(groups.values()) + 2 * math.ceil(63_778 / 128) == 11_094
+    assert finding.remedies[0] == "--max-num-batched-tokens 19,832 or less"
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize("option", ["config", "server"])
+def test_a_block_size_that_was_told_apart_from_the_log_is_not_contradicted_by_an_engine_core(
+    option: str, tmp_path: Path
+) -> None:
+    (tmp_path / "log").write_text(by(CORE, OVERWRITES) + "\n")
+    (tmp_path / "c.json").write_text('{"block_size": 128}')
+    told = {"config": str(tmp_path / "c.json"), "server": Server(block_size=128)}[option]
+    report = examine(log=str(tmp_path / "log"), **{option: told})
+    assert report.server.block_size == 128
+    assert "disagree" not in [finding.code for finding in report.findings]
+
+
+def test_the_longest_sequence_is_the_models_and_not_that_of_its_drafts() -> None:
+    model, draft = (by(API, f"Using max model len {length}") for length in (2048, 65_536))
+    made = by(CORE, "Initializing a V1 LLM engine (v0.23.0) with config: model='m', max_seq_len=2048, x")
+    other = draft.replace("APIServer pid=1", "ApiServer_1 pid=3")
+    assert read(model, draft).server.max_model_len == 2048
+    assert read(model, draft, made, other).server.max_model_len == 2048
+
+
+def test_of_the_lengths_that_engines_fit_to_their_memory_the_least_counts() -> None:
+    fitted = [
+        by(f"EngineCore_DP{n} pid={n}", f"Auto-fit max_model_len: reduced from 65536 to {length} to fit in available")
+        for n, length in enumerate((1080, 1088))
+    ]
+    assert read(by(API, "Using max model len 65536"), *fitted).server.max_model_len == 1080
+
+
+def test_the_blocks_that_each_of_several_engines_says_are_those_of_all() -> None:
+    """As vLLM 0.23.0 said it at level DEBUG of two engines with 400 blocks each."""
+    said = [
+        by(API, f"Engine {n:03}: vllm cache_config_info with initialization after num_gpu_blocks is: 800")
+        for n in range(2)
+    ]
+    assert read(*said).server.num_blocks == 400
+    assert read(*said, *said).server.num_blocks == 400
+    assert read(said[0]).server.num_blocks == 800
 
 
 # Wrappings

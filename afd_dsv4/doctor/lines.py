@@ -78,6 +78,11 @@ def is_log(text: str) -> bool:
     return _PREFIX.search(text) is not None
 
 
+def is_api_server(process: str) -> bool:
+    """Whether this is the name of a process that answers requests."""
+    return _API_SERVER.match(process) is not None
+
+
 def lines_with(words: Iterable[str], text: str) -> Iterator[Line]:
     """The lines that hold one of the words, in their order; a log may have millions of others."""
     begins = set()
@@ -135,7 +140,7 @@ class _Start:
             if self.told:
                 return not line.process or line.process in self.told
             return any(not _before_options(one) for one in self.lines)
-        if _API_SERVER.match(line.process) and line.pid not in pids and line.process in self.servers:
+        if is_api_server(line.process) and line.pid not in pids and line.process in self.servers:
             return True
         return line.message.startswith(ENGINE) and line.process in self.engines
 
@@ -147,7 +152,7 @@ class _Start:
             self.told.add(line.process)
         elif line.message.startswith(ENGINE):
             self.engines.add(line.process)
-        if _API_SERVER.match(line.process):
+        if is_api_server(line.process):
             self.servers[line.process] = line.pid
 
 
@@ -163,7 +168,7 @@ def starts(lines: Iterable[Line]) -> list[list[Line]]:
                 new.lines.insert(0, now.lines.pop())
             found = [*found, new] if now.lines else [*found[:-1], new]
         found[-1].take(line)
-        if _API_SERVER.match(line.process):
+        if is_api_server(line.process):
             pids.add(line.pid)
     return [start.lines for start in found]
 

@@ -7,7 +7,8 @@ processes, and perhaps of several starts.
 Way: the messages of vLLM, vllm-ascend and this plugin are looked for by their exact words at the begin of a message
 (`lines.py`), so that words in a request that was logged are none. The last start counts, faults of earlier ones are
 notes. Within it the last state and every fault count, and of a number that is said again the one that `_NUMBERS` says.
-A number has at most 12 digits; a longer one is none. A file without one line in vLLM's format is refused.
+A number has at most 12 digits; a longer one is none. A file without one line in vLLM's format is refused, and one in
+which two servers speak of their queues by turns.
 Not here: what the numbers mean (`queue.py`).
 
 Sources, with the same words in vLLM 0.23.0 and 0.26.0 (vllm-ascend 0.23.0 and 80d8c194f): of vllm `logger.py`,
@@ -26,7 +27,7 @@ from typing import Any, Final
 
 from afd_dsv4.doctor import verdicts
 from afd_dsv4.doctor.facts import OVERWRITTEN, Engine, Finding, Server, Severity
-from afd_dsv4.doctor.lines import RAISED, Line, is_log, lines_with, starts, unwrapped
+from afd_dsv4.doctor.lines import RAISED, Line, is_api_server, is_log, lines_with, starts, unwrapped
 from afd_dsv4.geometry import MOST, InputError
 
 #: A whole number, and one with a point. `\\d` would take the digits of every script.
@@ -156,13 +157,14 @@ def parse(text: str, name: str) -> Log:
         name: of the file, for messages.
 
     Raises:
-        InputError: no line in vLLM's format.
+        InputError: no line in vLLM's format, or two servers that speak by turns.
     """
     text = unwrapped(text)
     if not is_log(text):
         none = f"holds {len(text):,} characters and no line such as 'INFO 11-30 05:28:02 [core.py:113] ...'"
         raise InputError(f"log {name!r}", none, "give what the vLLM server writes, at level INFO")
     *earlier, last = starts(lines_with(_WORDS, text))
+    _check_one_server(last, name)
     said = verdicts.of_log(last)
     version, hit_rate, computed = None, None, False
     options: Mapping[str, Any] = {}
@@ -195,6 +197,27 @@ def parse(text: str, name: str) -> Log:
     server = Server(**{**told.known(), **numbers}, engines=tuple(engines.values()))
     findings = (*_faults(last), *said.findings, *notes, *_earlier(earlier))
     return Log(server, options, version, said.text, findings, hit_rate)
+
+
+def _check_one_server(lines: Iterable[Line], name: str) -> None:
+    """Refuse a log in which a server that was there before goes on after the newest one speaks of its queue.
+
+    Raises:
+        InputError: they speak by turns, and nobody knows whose number is whose.
+    """
+    newest: dict[str, str] = {}
+    spoke: set[str] = set()
+    for line in lines:
+        if line.bare or not is_api_server(line.process):
+            continue
+        pid = newest.setdefault(line.process, line.pid)
+        if _STATE.match(line.message) is None:
+            continue
+        if line.pid == pid:
+            spoke.add(line.process)
+        elif line.process in spoke:
+            by_turns = f"two servers speak by turns, {line.process} pid={line.pid} and pid={pid}"
+            raise InputError(f"log {name!r}", by_turns, "give the log of one server")
 
 
 def _read_numbers(message: str, numbers: dict[str, Any]) -> None:

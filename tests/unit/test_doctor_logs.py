@@ -206,6 +206,20 @@ def test_the_blocks_that_each_of_several_engines_says_are_those_of_all() -> None
     assert read(said[0]).server.num_blocks == 800
 
 
+def test_a_log_in_which_two_servers_speak_by_turns_is_refused() -> None:
+    other = [line.replace("pid=1", "pid=9").replace("pid=2", "pid=10") for line in (HEAD, MADE, SEEN)]
+    mixed = [line for pair in zip((HEAD, MADE, SEEN), other, strict=True) for line in pair]
+    for by_turns in (mixed, [HEAD, MADE, *other, SEEN], [SEEN, *other, SEEN]):
+        with pytest.raises(InputError, match=r"by turns, APIServer pid=\d and pid=\d; give the log of one server"):
+            read(*by_turns)
+
+
+def test_the_last_words_of_a_server_that_was_there_before_are_not_taken_for_turns() -> None:
+    """Negative control of the test above."""
+    head, made, seen = (line.replace("pid=1", "pid=9").replace("pid=2", "pid=10") for line in (HEAD, MADE, SEEN))
+    assert read(HEAD, MADE, SEEN, head, SEEN, made, SEEN, seen, seen).server.engines == read(SEEN).server.engines
+
+
 # Wrappings
 
 

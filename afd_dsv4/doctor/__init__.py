@@ -7,8 +7,8 @@ is asked for versions, plugins and settings first.
 Way: a page of answers that is always printed, from the standard library and sources read as text: a broken vLLM cannot
 break it. A metrics page, a log, a JSON of options and single numbers may be given, in any combination; the more is
 given, the more exact the diagnosis. An input that is refused is named, and costs only what it would have said.
-`facts.py` holds the words, `metrics.py` and `logs.py` read, `machine.py` and `planned.py` look at what is installed and
-configured, `queue.py` explains, `report.py` writes.
+`facts.py` holds the words, `metrics.py`, `logs.py` and `options.py` read, `machine.py` and `planned.py` look at what is
+installed and configured, `queue.py` explains, `report.py` writes.
 Not here: repairing anything, asking a server, and drivers, CANN or devices.
 """
 
@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from afd_dsv4.admission import GIB
-from afd_dsv4.compat.stack import release
+from afd_dsv4.compat.stack import known, release
 from afd_dsv4.config import DEFAULT_SLOTS, Executor, Mode
-from afd_dsv4.doctor import logs, machine, metrics, planned, queue
+from afd_dsv4.doctor import logs, machine, metrics, options, planned, queue
 from afd_dsv4.doctor.facts import Finding, Server, Severity, disagreements, first_known
 from afd_dsv4.doctor.report import EXIT_BAD_INPUT, EXIT_PROBLEMS, Report
 from afd_dsv4.geometry import (
@@ -62,7 +62,7 @@ class Given:
         prompt_tokens: of the prompt that is asked about.
         hbm_gib: GiB a rank for the KV cache and all that the plugin reserves.
         slots: workspace slots.
-        stack: name of the stack whose pages are counted.
+        stack: name of the stack whose pages are counted, and that options are for where no vLLM is here.
     """
 
     metrics: str | None = None
@@ -101,7 +101,7 @@ def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[
     if (log_name := given.log) is not None:
         log = tried(lambda: logs.parse(_text(log_name, "log", found), log_name))
     if given.config is not None:
-        file = tried(lambda: planned.options_of(*_whole_text(given.config, "config")))
+        file = tried(lambda: options.options_of(*_whole_text(given.config, "config")))
     if page and page.malformed:
         found.append(_cut(given.metrics or "", page))
     from_file, from_log = logs.server_of(file) if file else Server(), log.server if log else Server()
@@ -122,15 +122,16 @@ def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[
     geometry = tried(lambda: _geometry(given, server, read_model, taken))
     server = tried(lambda: _within(server, geometry, taken)) or server.without("max_model_len")
     layout = tried(lambda: _layout(given, here, server, geometry, taken))
-    options = file if file is not None else (log.options or None) if log else None
     plan = planned.plan(
-        options,
+        file if file is not None else (log.options or None) if log else None,
         here,
         environment,
         geometry,
         max_num_batched_tokens=server.max_num_batched_tokens,
         block_size=server.block_size,
         max_num_seqs=server.max_num_seqs,
+        stack=given.stack,
+        refused=given.config is not None,
     )
     slots = given.slots or (plan.settings.slots if plan.settings else DEFAULT_SLOTS)
     hbm = None if given.hbm_gib is None else int(given.hbm_gib * GIB)
@@ -151,7 +152,9 @@ def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[
     found += [finding for finding in metrics.said(page).findings if finding.code not in told] if page else []
     found += _hits_of_a_log(log, server)
     found += machine.findings(here, environment, wanted)
-    found += _gate(plan, here)
+    found += options.findings(file, _vllm(given, here)) if file else ()
+    # Of a log's options the server's own word comes first.
+    found += [one for one in _gate(plan) if file or one.code != "gate-refuses" or "plugin-refused" not in told]
     batch = server.max_num_batched_tokens
     reserved = tried(lambda: case.sizes(batch)) if case and batch else None
     return Report(
@@ -236,11 +239,19 @@ def _hits_of_a_log(log: logs.Log | None, server: Server) -> list[Finding]:
     ]
 
 
-def _gate(plan: planned.Planned, here: machine.Machine) -> list[Finding]:
+def _vllm(given: Given, here: machine.Machine) -> str | None:
+    """The version of vLLM that the options are for: the one that is here, else that of the stack; None is not known."""
+    if here.has_vllm and here.stack:
+        return here.stack.vllm
+    stack = known(given.stack or "")
+    return stack.vllm if stack else None
+
+
+def _gate(plan: planned.Planned) -> list[Finding]:
     if plan.settings is None:
         remedy = "correct the setting; a server started with it ends with the same line"
         return [Finding("settings", Severity.PROBLEM, plan.error or "settings cannot be read", (), (remedy,))]
-    if plan.error and here.has_vllm:
+    if plan.error:
         return [Finding("options", Severity.PROBLEM, plan.error, (), ("vLLM would refuse it, too; correct it",))]
     if plan.decision is None or not plan.decision.refused:
         return []

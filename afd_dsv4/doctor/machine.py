@@ -5,13 +5,15 @@
 Problem: a version mix, a second platform plugin or an allowlist that forgets somebody shows itself deep inside vLLM's
 start, or not at all: the plugin is simply not there.
 Way: package metadata, entry points and sources are read as text; nothing of the stack is imported, so that the answer
-is the same where vLLM is broken or missing. Each question is asked on its own: one that fails says so in its place.
+is the same where vLLM is broken or missing. Each question is asked on its own: one that fails says so in its place, and
+is a problem, because what it would have said is missing. Of the plugins, each distribution is asked on its own.
 Not here: what the gate decides (`planned.py`), and what is bound in a running process, which metadata cannot say.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -41,6 +43,20 @@ ASCEND: Final = (
 )
 #: Folders in which others keep what they replace.
 _PATCHES: Final = {"vllm_ascend": "patch", "afd_plugin": "compat/patches"}
+#: By question, what is not known without its answer, and what to do.
+_REINSTALL: Final = "reinstall what the message is about"
+_LOST: Final = {
+    "stack": ("What is said of this machine's stack is not known.", _REINSTALL),
+    "drift": (
+        "Whether the code of the stack is as recorded is not known; the plugin stays off where it is not.",
+        _REINSTALL,
+    ),
+    "plugins": (
+        "Not all plugins are known. vLLM reads the same when it starts, and ends with the same error.",
+        "reinstall or remove that distribution",
+    ),
+    "patches": ("What others replace when they are loaded is not known.", _REINSTALL),
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +78,7 @@ class Plugin:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is installed. A question that failed is in `failed`, and its answer is empty.
+    """What is installed. A question that failed is in `failed`, and its answer is empty, or not whole.
 
     Attributes:
         stack: the versions.
@@ -86,6 +102,10 @@ class Machine:
         return bool(self.stack and (self.stack.vllm or self.stack.vllm_ascend))
 
 
+def _shown(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def survey(environment: Mapping[str, str]) -> Machine:
     """Ask everything; never raises for what is wrong with the machine."""
     failed: dict[str, str] = {}
@@ -94,7 +114,7 @@ def survey(environment: Mapping[str, str]) -> Machine:
         try:
             return question()
         except Exception as error:  # a broken package must not cost the rest of the answer
-            failed[what] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            failed[what] = _shown(error)
             return otherwise
 
     stack: InstalledStack | None = ask("stack", installed, None)
@@ -105,18 +125,41 @@ def survey(environment: Mapping[str, str]) -> Machine:
         stack,
         verdict,
         adapter.worker if adapter else None,
-        ask("plugins", lambda: tuple(_plugins(environment)), ()),
+        ask("plugins", lambda: tuple(_plugins(environment, failed)), ()),
         ask("patches", lambda: dict(_patches(adapter.worker if adapter else None)), {}),
         failed,
     )
 
 
-def _plugins(environment: Mapping[str, str]) -> Iterator[Plugin]:
-    allowed = allowlist(environment)
+def _plugins(environment: Mapping[str, str], failed: dict[str, str]) -> Iterator[Plugin]:
+    allowed, broken = allowlist(environment), []
+    found: list[tuple[metadata.EntryPoint, str]] = []
+    seen: set[str] = set()
+    for distribution in metadata.distributions():
+        name, version = _named(distribution)
+        if (key := re.sub(r"[-_.]+", "-", name).lower()) in seen:  # the first on the path hides others of its name
+            continue
+        seen.add(key)
+        try:
+            found += [(point, f"{name} {version}".strip()) for point in distribution.entry_points]
+        except Exception as error:  # one that is broken must not hide the others
+            broken.append(f"those of {name}: {_shown(error)}")
+    if broken:
+        failed["plugins"] = "; ".join(broken)
     for group in (PLATFORM_GROUP, GENERAL_GROUP):
-        for point in metadata.entry_points(group=group):
-            from_whom = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown"
-            yield Plugin(group, point.name, point.value, from_whom, allowed is None or point.name in allowed)
+        for point, whose in found:
+            if point.group == group:
+                yield Plugin(group, point.name, point.value, whose, allowed is None or point.name in allowed)
+
+
+def _named(distribution: metadata.Distribution) -> tuple[str, str]:
+    """Name and version; of one without metadata, as an installation that was broken off leaves it, its folder."""
+    try:
+        if name := distribution.metadata["Name"]:
+            return name, distribution.version or ""
+    except Exception:  # entry points may be there all the same
+        pass
+    return Path(str(getattr(distribution, "_path", "unknown"))).name, ""
 
 
 def allowlist(environment: Mapping[str, str]) -> tuple[str, ...] | None:
@@ -134,6 +177,9 @@ def findings(machine: Machine, environment: Mapping[str, str], wanted: bool) -> 
     """
     yield from _against_plugins(machine, environment, wanted)
     yield from _against_stack(machine)
+    for what, why in machine.failed.items():
+        lost, remedy = _LOST[what]
+        yield Finding("unreadable", Severity.PROBLEM, f"{what}: cannot be read ({why})", (lost,), (remedy,))
 
 
 def _against_plugins(machine: Machine, environment: Mapping[str, str], wanted: bool) -> Iterator[Finding]:

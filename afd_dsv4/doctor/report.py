@@ -226,7 +226,7 @@ def _gate(planned: Planned, log_said: str | None) -> Iterator[str]:
     if planned.error:
         yield f"undecided: {planned.error}"
     elif planned.decision is None:
-        yield "not known: no options were given"
+        yield f"not known: {planned.unknown}"
     if planned.decision:
         yield planned.decision.line()
     if planned.assumed and planned.decision:

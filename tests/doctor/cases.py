@@ -76,6 +76,8 @@ CASES = {
     "version_mix": Case([], 1, {**WITH_ASCEND, "vllm": ("0.26.0", {})}),
     "no_adapter": Case([], 1, {**ALONE, "vllm": ("0.26.0", {}), "vllm_ascend": ("0.1+gcf0baa38d", ASCEND)}),
     "refused_mode": Case(["--config", "lora.json"], 1, {**WITH_ASCEND, "vllm": ("0.23.0", {})}),
+    "refused_mode_on_a_laptop": Case(["--config", "lora.json"], 1),
+    "misspelt": Case(["--config", "misspelt.json", "--stack", "vllm-ascend-80d8c194f"], 1),
     "windows": Case(
         ["--metrics", "plugin_on.metrics", "--prompt-tokens", "1000000", "--max-num-batched-tokens", "262144"], 1
     ),

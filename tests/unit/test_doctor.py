@@ -23,6 +23,7 @@ from afd_dsv4.config import Settings
 from afd_dsv4.doctor import Given, diagnose, metrics, planned, queue
 from afd_dsv4.doctor.facts import Engine, Finding, Server, Severity, disagreements, first_known
 from afd_dsv4.doctor.machine import Machine
+from afd_dsv4.doctor.options import options_of
 from afd_dsv4.geometry import InputError, page_layout, preset
 from tests.doctor.cases import ASCEND, CASES, HERE, OURS, ROOT, WITH_ASCEND, answer, machine, run
 from tests.unit.test_stack import package
@@ -219,7 +220,7 @@ def test_of_a_huge_log_begin_and_end_are_read_and_that_is_said(tmp_path: Path) -
 )
 def test_a_configuration_that_is_none_is_refused_by_name(text: str, says: str) -> None:
     with pytest.raises(InputError) as error:
-        planned.options_of(text, "c.json")
+        options_of(text, "c.json")
     assert str(error.value).startswith("config 'c.json': ")
     assert says in str(error.value)
 
@@ -257,7 +258,7 @@ def test_standard_input_is_given_to_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", [field.name for field in fields(Settings)] + ["fence-timeout-s", "--tile-tokens"])
 def test_every_setting_of_the_plugin_is_missed_where_it_stands_among_the_options_of_vllm(key: str) -> None:
     with pytest.raises(InputError, match=f"the plugin's own '{key.lstrip('-').replace('-', '_')}'"):
-        planned.options_of(json.dumps({key: 1}), "c.json")
+        options_of(json.dumps({key: 1}), "c.json")
 
 
 def test_what_the_plugin_reserves_counts_the_staging_rows_of_its_own_kernels(tmp_path: Path) -> None:
@@ -346,11 +347,12 @@ def test_a_broken_vllm_breaks_nothing(tmp_path: Path) -> None:
     found, status, _ = asked(place, *CASES["published"].arguments)
     assert status == 1
     codes = [finding["code"] for finding in found["findings"]]
-    assert codes == ["prompt-never-fits", "drift"]
+    assert codes == ["prompt-never-fits", "drift", "unreadable"]
     assert found["drift"]["contract"] == "vllm-ascend-0.23.0"
     assert "plugins" in found["failed"]
     text = run(place, []).stdout.decode()
-    assert "plugins  cannot be read: UnicodeDecodeError" in text
+    assert "plugins  cannot be read: those of vllm: UnicodeDecodeError" in text
+    assert "platform: afd_dsv4 (afd-dsv4 0.1.0), ascend (vllm_ascend 0.23.0)" in text
 
 
 def test_every_answer_has_the_same_keys(tmp_path: Path) -> None:

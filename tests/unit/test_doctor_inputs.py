@@ -203,10 +203,6 @@ MESSAGES = {
     "Asynchronous scheduling is enabled.": ("async_scheduling", True),
     "Using max model len 1024": ("max_model_len", 1024),
     "Auto-fit max_model_len: reduced from 9000 to 7000 to fit in available GPU memory": ("max_model_len", 7000),
-    "For deepseek_v4 model, block size should be 32, 64 or 128. Setting block size to 32 for better performance.": (
-        "block_size",
-        32,
-    ),
     "Available KV cache memory: 7.31 GiB": ("kv_gib", 7.31),
     "Overriding num_gpu_blocks=212632 with num_gpu_blocks_override=1500": ("num_blocks", 1500),
     "Engine 000: vllm cache_config_info with initialization after num_gpu_blocks is: 12": ("num_blocks", 12),
@@ -226,8 +222,8 @@ def test_a_message_is_read_in_whatever_stands_before_it(message: str, dress: str
 
 
 def test_of_settings_the_last_counts() -> None:
-    text = f"{INFO}Using max model len 1024\n{INFO}nothing\n{INFO}Using max model len 2048"
-    assert logs.parse(text, "log").server.max_model_len == 2048
+    text = f"{INFO}Asynchronous scheduling is enabled.\n{INFO}nothing\n{INFO}Asynchronous scheduling is disabled."
+    assert logs.parse(text, "log").server.async_scheduling is False
 
 
 STATE = (
@@ -303,7 +299,12 @@ WORDS = {
     "vllm/config/scheduler.py": ["Chunked prefill is enabled with max_num_batched_tokens=%d."],
     "vllm/config/vllm.py": ["Asynchronous scheduling is %s.", "max_seq_len={", "enable_prefix_caching={"],
     "vllm/config/model.py": ["Using max model len %s"],
-    "vllm/v1/engine/core.py": ["Initializing a V1 LLM engine (v%s) with config: %s"],
+    "vllm/v1/engine/core.py": [
+        "Initializing a V1 LLM engine (v%s) with config: %s",
+        *("vllm_config.cache_config.block_size = min(", "        vllm_config.__post_init__()\n", 'f"EngineCore_DP{'),
+    ],
+    "vllm/v1/engine/core_client.py": ["num_gpu_blocks += response.num_gpu_blocks", "max_model_len = min("],
+    "vllm/config/speculative.py": ["self.draft_model_config = ModelConfig("],
     "vllm/v1/core/kv_cache_utils.py": [
         *(
             "To serve at least one request with the model's max seq len ",

@@ -3,14 +3,14 @@
 """Recipes: every launch script is rendered, and its server is what the gate says that it is.
 
 No recipe can be run here, so what can be known without hardware is: the commands are those of shells and of vLLM, the
-settings are read by the plugin's own reader, and the gate is asked with the facts that the options mean.
+settings are read by the plugin's own reader, and the gate is asked with the facts that the options mean. What a page
+says of a server (its topology, what it changed of vllm-ascend's page, its plan) is compared with the rendered command.
 """
 
 from __future__ import annotations
 
 import ast
 import csv
-import importlib.util
 import json
 import os
 import platform
@@ -25,13 +25,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from afd_dsv4 import cli
-from afd_dsv4.compat.adapters import ADAPTERS, full_name
 from afd_dsv4.compat.stack import InstalledStack
 from afd_dsv4.config import CONFIG_VARIABLE, MODE_VARIABLE, Mode, read, switched_off
 from afd_dsv4.doctor import planned
 from afd_dsv4.doctor.machine import ASCEND, GENERAL_GROUP, Machine, Plugin
-from afd_dsv4.gate import Decision, decide
+from afd_dsv4.doctor.options import RECORDED as SERVE_OPTIONS
+from afd_dsv4.gate import Decision
 from afd_dsv4.geometry import preset
+from tests.recipe_sources import RECORDED, options
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
@@ -63,6 +64,13 @@ STACK = InstalledStack(
     "3.11.7", "aarch64", "2.10.0", "2.10.0", "0.26.0", "0.26.0", "5.14.1", vllm_ascend_commit="80d8c194f"
 )
 WITH_AFD = replace(STACK, afd_plugin="0.26.0", afd_plugin_commit="85e826e")
+#: The launch of each row of a page's topology.
+TOPOLOGY = {
+    NODE: ("flash",),
+    PRO: ("pro, head", "pro, other"),
+    CAM: ("cam, attention", "cam, ffn"),
+    P2P: ("camp2p, attention", "camp2p, ffn"),
+}
 CUDA_ONLY = "AFD model: afd_plugin.model_executor.models.deepseek_v4:AFDDeepseekV4ForCausalLM"
 
 
@@ -91,18 +99,7 @@ def parse(text: str) -> Command:
     environment = dict(word.split("=", 1) for word in words[:at])
     assert words[at + 1] == "serve"
     model, *rest = words[at + 2 :]
-    options: dict[str, Any] = {}
-    while rest:
-        name = rest.pop(0)
-        assert name.startswith("--"), name
-        key = name[2:].replace("-", "_")
-        assert key not in options, f"{name} twice"
-        if not rest or rest[0].startswith("--"):
-            options[key.removeprefix("no_")] = not key.startswith("no_")
-        else:
-            value = rest.pop(0)
-            options[key] = json.loads(value) if re.fullmatch(r"\{.*\}|(0|[1-9]\d*)(\.\d+)?", value) else value
-    return Command(environment, options, model)
+    return Command(environment, options(rest), model)
 
 
 def rendered(name: str, *more: str, **environment: str) -> Command:
@@ -120,14 +117,13 @@ def decision(command: Command, model: str | None = None) -> Decision:
     stack = WITH_AFD if "afd" in command.options["additional_config"] else STACK
     machine = Machine(stack, None, None, plugins, {})
     geometry = preset("pro" if command.options["tensor_parallel_size"] == 16 else "flash")
-    server = tuple(command.options[key] for key in ("max_num_batched_tokens", "block_size", "max_num_seqs"))
-    settings = read(command.options["additional_config"], command.environment)
-    facts = planned._facts(command.options, machine, command.environment, geometry, server, [])
-    assert facts.worker_class == ADAPTERS[str(full_name(stack.name, stack.afd) or stack.name)].worker
-    if model:
-        assert facts.afd is not None
-        facts = replace(facts, afd=replace(facts.afd, model=model))
-    return decide(settings, facts)
+    sizes = {key: command.options[key] for key in ("max_num_batched_tokens", "block_size", "max_num_seqs")}
+    with pytest.MonkeyPatch.context() as patched:
+        if model:
+            patched.setattr(planned, "CUDA_ONLY", model)
+        found = planned.plan(command.options, machine, command.environment, geometry, **sizes).decision
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("name", ["flash", "pro, head", "pro, other"])
@@ -191,6 +187,149 @@ def test_both_roles_of_an_afd_recipe_agree_and_switch_the_native_mode_off(name: 
     assert mine.options["port"] != theirs.options["port"]
 
 
+def table(page: str, first: str) -> list[dict[str, str]]:
+    """Rows of the one table of a page whose first column is that, by their columns."""
+    (text,) = re.findall(rf"^\| {first} \|.*\n(?:\|.*\n)+", page, re.MULTILINE)
+    columns, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def placed(command: Command) -> dict[str, str]:
+    """A row of the topology, as the command has it."""
+    given, afd = command.options, command.options["additional_config"].get("afd", {})
+    dies = [int(die) for die in command.environment["ASCEND_RT_VISIBLE_DEVICES"].split(",")]
+    assert dies == [*range(dies[0], dies[-1] + 1)]
+    engines, ranks = given["data_parallel_size"], given["tensor_parallel_size"]
+    experts = f"parallel over {engines * ranks}" if given.get("enable_expert_parallel") else "not parallel"
+    if afd.get("role") == "attention" and given.get("enable_expert_parallel"):
+        experts = "in the other role"
+    graphs = (
+        "none, eager" if given.get("enforce_eager") else given.get("compilation_config", {}).get("cudagraph_mode", "")
+    )
+    drafts = given.get("speculative_config")
+    first = given.get("data_parallel_start_rank")
+    row = {
+        "dies": f"{dies[0]} to {dies[-1]}",
+        "data parallel": f"{engines}" if first is None else f"rank {first} of {engines}",
+        "tensor parallel": f"{ranks}",
+        "experts": experts,
+        "graphs": "none, eager" if given.get("enforce_eager") else graphs,
+        "drafts": f"{drafts['num_speculative_tokens']}, {drafts['method']}" if drafts else "none",
+        "FlashComm1": {"1": "on", "0": "off"}[command.environment["VLLM_ASCEND_ENABLE_FLASHCOMM1"]],
+    }
+    if first is not None:
+        row["server"] = "headless" if given.get("headless") else "API server, and the page of metrics"
+        row["node"] = f"{first}"
+    if afd:
+        row["role"] = afd["role"]
+        on = afd["role"] == "attention"
+        row["KV cache, tails, slots"] = "yes" if on else "none; the plugin is off in this role, and says so"
+    return row
+
+
+@pytest.mark.parametrize("recipe", TOPOLOGY)
+def test_each_row_of_a_topology_is_what_the_rendered_command_says(recipe: str) -> None:
+    page = (RECIPES / recipe / "README.md").read_text(encoding="utf-8")
+    section = page[page.index("## Topology") : page.index("## Launch order")]
+    first = section[section.index("| ") + 2 :].partition(" |")[0]
+    assert table(section, first) == [placed(rendered(name)) for name in TOPOLOGY[recipe]]
+
+
+def of_afd_plugin(symbol: str) -> Any:
+    return json.loads((ROOT / "compat" / "contracts" / "afd-plugin-85e826e.json").read_text("utf-8"))["symbols"][symbol]
+
+
+def unknown_keys(afd: dict[str, Any]) -> set[str]:
+    """Keys of the `afd` mapping that afd-plugin 85e826e refuses; afd_plugin/config.py:_normalize_mapping."""
+    (aliases,) = of_afd_plugin("afd_plugin.config:_ALIASES")["values"]
+    known = {field for field, *_ in of_afd_plugin("afd_plugin.config:AFDConfig")["fields"]}
+    known |= {"connector_extra_config", *ast.literal_eval(aliases)}
+    inner = json.loads(RECORDED.read_text(encoding="utf-8"))["afd-plugin 85e826e"][afd["connector"]]
+    return set(afd) - known | set(afd.get("connector_extra_config", {})) - set(inner)
+
+
+#: By recipe, what its page says in words: asynchronous, whether the router is with attention, the connector's own.
+CONNECTORS: dict[str, tuple[str, bool, bool, dict[str, Any]]] = {
+    CAM: (
+        "two stages cut at tokens",
+        True,
+        True,
+        {
+            "dynamicQuant": 1,
+            "attn_ranks_per_dp": 2,  # the tensor-parallel ranks of attention
+            "async_moe_ubatching": True,
+            "async_moe_num_ubatches": 2,
+            "async_moe_split": "token",
+        },
+    ),
+    P2P: ("synchronous, whole batches", False, False, {"core_num": 8, "quant_mode": 0}),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in LAUNCHES if "cam" in name])
+def test_the_afd_mapping_is_what_its_page_says_in_keys_that_afd_plugin_knows(name: str) -> None:
+    recipe, (role,) = LAUNCHES[name]
+    page = (RECIPES / recipe / "README.md").read_text(encoding="utf-8")
+    said, asynchronous, router, own = CONNECTORS[recipe]
+    connector = recipe.split("/")[1]
+    assert f"| Connector | `{connector}` of afd-plugin, {said} |" in page
+    assert f"The router runs in the {'attention' if router else 'FFN'} role" in " ".join(page.split())
+    afd = rendered(name).options["additional_config"]["afd"]
+    assert afd == {
+        "role": role, "connector": connector, "async": asynchronous, "host": OPERATOR["LOCAL_IP"], "port": 1239,
+        "num_attention_ranks": 8, "num_ffn_ranks": 8, "compute_gate_on_attention": router,
+        "connector_extra_config": own,
+    }  # fmt: skip
+    if recipe == CAM:
+        assert own["attn_ranks_per_dp"] == rendered("cam, attention").options["tensor_parallel_size"]
+    assert unknown_keys(afd) == set()
+    theirs = {variable for variable in rendered(name).environment if variable.startswith("AFD_")}
+    assert theirs <= set(json.loads(RECORDED.read_text(encoding="utf-8"))["afd-plugin 85e826e"]["environment"])
+    # Negative control.
+    assert unknown_keys(afd | {"connector_extra_confg": {}}) == {"connector_extra_confg"}
+    assert unknown_keys(afd | {"connector_extra_config": {**own, "hccl_buffer_size": 1}}) == {"hccl_buffer_size"}
+
+
+#: What a cell says in place of a value that is long, or of the machine.
+IN_WORDS = ("given", "all", "many threads", "jemalloc", "node 0: a folder")
+
+
+def differences(page: dict[str, Any], ours: Command) -> dict[str, tuple[Any, Any]]:
+    """By name, what a command of vllm-ascend's page has and what ours has; None where it is not given."""
+
+    def flat(given: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+        inner = {f"`--additional-config` `{key}`": value for key, value in given["additional_config"].items()}
+        outer = {f"`--{key.replace('_', '-')}`": value for key, value in given.items() if key != "additional_config"}
+        return inner | outer | {f"`{key}`": value for key, value in environment.items()}
+
+    theirs, mine = flat(page["options"], page["environment"]), flat(ours.options, ours.environment)
+    found = {name: (theirs.get(name), mine.get(name)) for name in theirs | mine}
+    # A value that begins with $ is for the operator to give.
+    return {
+        name: (there, here)
+        for name, (there, here) in found.items()
+        if there != here and not (here is not None and str(there).startswith("$"))
+    }
+
+
+@pytest.mark.parametrize(("recipe", "model"), [(NODE, "flash"), (PRO, "pro")])
+def test_a_colocated_page_says_everything_that_differs_from_the_page_it_starts_from(recipe: str, model: str) -> None:
+    recorded = json.loads(RECORDED.read_text(encoding="utf-8"))["vllm-ascend 80d8c194f"][model]
+    found: dict[str, tuple[Any, Any]] = {}
+    for theirs, name in zip(recorded, TOPOLOGY[recipe], strict=True):
+        found = differences(theirs, rendered(name)) | found
+    rows = table((RECIPES / recipe / "README.md").read_text(encoding="utf-8"), "option or variable")
+    assert {name for row in rows for name in row["option or variable"].split(", ")} == set(found)
+    for row in rows:
+        there, here = found[row["option or variable"].split(", ")[0]]
+        for value, cell in ((there, row["there"]), (here, row["here"])):
+            assert (value is None) is (cell == ""), row
+            if cell not in ("", *IN_WORDS):
+                assert cell == (str(value).lower() if isinstance(value, bool) else str(value)), row
+    if recipe == NODE:
+        assert all(row["why"] for row in rows)
+
+
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_native_is_the_same_command_without_the_plugin(name: str) -> None:
     ours, native = rendered(name), rendered(name, "--native")
@@ -216,10 +355,8 @@ def test_workers_reach_the_page_where_one_api_server_is_alone_with_it() -> None:
     """vLLM makes an API server for each local engine, and sets the folder itself where there are several."""
     for name in LAUNCHES:
         command = rendered(name)
-        options = command.options
-        servers = (
-            0 if options.get("headless") else options.get("data_parallel_size_local", options["data_parallel_size"])
-        )
+        given = command.options
+        servers = 0 if given.get("headless") else given.get("data_parallel_size_local", given["data_parallel_size"])
         assert ("PROMETHEUS_MULTIPROC_DIR" in command.environment) is (servers == 1), name
 
 
@@ -462,6 +599,26 @@ def test_a_launch_without_vllm_leaves_the_metrics_of_the_running_server(tmp_path
     assert (tmp_path / "counter_1.db").exists()
 
 
+def test_a_second_start_leaves_the_folder_of_a_server_that_runs_alone(vllm: dict[str, str]) -> None:
+    program = Path(vllm["PATH"].split(":")[0]) / "vllm"
+    program.write_text('#!/usr/bin/env bash\ntouch "$PROMETHEUS_MULTIPROC_DIR/counter_1.db"; echo up; read -r\n')
+    first = subprocess.Popen(
+        ["bash", str(RECIPES / PRO / "launch.sh"), "0"], env={**OPERATOR, **vllm}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    with first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "up\n"
+        second = run(PRO, "0", **vllm)
+        assert (second.returncode, second.stdout) == (2, "")
+        assert second.stderr.endswith("give a folder of no server that runs\n")
+        assert [path.name for path in Path(vllm["METRICS_DIR"]).iterdir()] == ["counter_1.db"]
+        first.communicate("\n")
+    program.write_text("#!/usr/bin/env bash\n")
+    assert run(PRO, "0", **vllm).returncode == 0
+    assert [*Path(vllm["METRICS_DIR"]).iterdir()] == []
+
+
 def test_scripts_are_clean_for_shellcheck_and_it_sees_a_planted_fault(tmp_path: Path) -> None:
     shellcheck = Path(sys.executable).parent / "shellcheck"
     if platform.machine() != "x86_64":
@@ -476,27 +633,10 @@ def test_scripts_are_clean_for_shellcheck_and_it_sees_a_planted_fault(tmp_path: 
         assert done.returncode == status, done.stdout
 
 
-def vllms_options() -> set[str]:
-    """Options of `vllm serve` of the installed vLLM, read from its sources: fields of its argument classes."""
-    found = importlib.util.find_spec("vllm")
-    assert found is not None
-    assert found.origin is not None
-    folder = Path(found.origin).parent
-    names: set[str] = set()
-    for file in ("engine/arg_utils.py", "entrypoints/openai/cli_args.py"):
-        text = (folder / file).read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                names.add(node.target.id)
-        names |= {name.replace("-", "_") for name in re.findall(r'"--([a-z-]+)"', text)}
-    return names
-
-
-@pytest.mark.vllm_runtime
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_every_option_is_one_of_vllms(name: str) -> None:
-    known = vllms_options()
-    assert set(rendered(name).options) - known == set()
+def test_every_option_is_one_of_the_vllm_that_the_recipe_pins(name: str) -> None:
+    known = json.loads(SERVE_OPTIONS.read_text(encoding="utf-8"))[STACK.vllm]
+    assert set(rendered(name).options) - set(known) == set()
     assert "enable_prefix_cashing" not in known
 
 
@@ -551,3 +691,20 @@ def test_the_plan_of_a_recipe_says_what_its_page_says(
     for row in ("whole prompt", "free"):
         for number in blocks[row].split():
             assert number in text, (row, number)
+
+
+@pytest.mark.parametrize(("path", "command"), [(path, command) for path, command in PLANS if path in ON_NPUS])
+def test_the_plan_of_a_recipe_is_of_the_server_that_its_script_starts(
+    path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = TOPOLOGY[path.parent.relative_to(RECIPES).as_posix()][0]
+    server = rendered(name)
+    cli.main([*shlex.split(command.replace("\\\n", " "))[1:], "--json"])
+    said = json.loads(capsys.readouterr().out)
+    for key in ("max_num_batched_tokens", "block_size", "max_num_seqs"):
+        assert said[key] == server.options[key]
+    sizes = decision(server, model="somebody:AFDDeepseekV4ForCausalLM" if "cam" in name else None).sizes
+    assert sizes is not None
+    assert said["plugin"]["slots"] == sizes.slots
+    held = (sizes.tail_bytes, sizes.spare_bytes, sizes.list_bytes, sizes.table_bytes, sizes.staging_bytes)
+    assert said["plugin"]["reserved_bytes"] == sum(held)

@@ -38,7 +38,6 @@ host AFD_HOST "$LOCAL_IP"
 port AFD_PORT 1239
 environment+=(
     "HCCL_BUFFSIZE=$HCCL_BUFFSIZE" # afd-plugin: 2048 is too small for 24 attention ranks at 65,536 tokens
-    AFD_FORCE_SPAWN_MULTIPROCESSING=1
 )
 
 # The native tail mode is off: two must not bound the same state, and the gate refuses both at once.

@@ -57,7 +57,6 @@ serve=(
     --max-num-seqs "$MAX_NUM_SEQS"
     --gpu-memory-utilization "$GPU_MEMORY_UTILIZATION"
     --no-enable-prefix-caching
-    --seed 1024
     --speculative-config '{"method": "mtp", "num_speculative_tokens": 1, "enforce_eager": true}'
     --compilation-config '{"cudagraph_mode": "FULL_DECODE_ONLY"}'
     --additional-config "$additional"

@@ -311,10 +311,17 @@ def _literal(text: str) -> tuple[dict[str, Any], Finding | None]:
             if any(isinstance(one, ast.Constant) and not _can_be_told(one.value) for one in ast.walk(value)):
                 lost.append(name)
                 continue
-            found[name] = ast.literal_eval(value)
+            found[name] = _value(value)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             lost.append(name)
     return found, _not_read(", ".join(lost), text) if lost else None
+
+
+def _value(node: ast.expr) -> Any:
+    """A literal; or a configuration, which Python writes as a call with its fields: a dictionary, as it was told."""
+    if isinstance(node, ast.Call) and node.keywords and not node.args:
+        return {str(field.arg): _value(field.value) for field in node.keywords}
+    return ast.literal_eval(node)
 
 
 def _can_be_told(value: object) -> bool:

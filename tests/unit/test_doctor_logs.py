@@ -244,19 +244,33 @@ def test_a_line_that_docker_cut_is_put_together() -> None:
 @pytest.mark.parametrize(
     ("told", "lost"),
     [
-        ("{'max_num_seqs': 7, 'kv': KVTransferConfig(a=1), 'y': f()}", "kv, y"),
+        ("{'max_num_seqs': 7, 'kv': KVTransferConfig(1, a=1), 'y': f()}", "kv, y"),
+        ("{'max_num_seqs': 7, 'kv': KVTransferConfig(a=PosixPath('x'))}", "kv"),
         ("{'max_num_seqs': 7, 'model': ", ""),
         ("['max_num_seqs']", ""),
         ("{'x': " + "(" * 3000, ""),
         ("{'max_num_seqs': 7, 'x': {'y': [0x" + "f" * 5000 + "]}, 'z': 1e999}", "x, z"),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_options_that_cannot_be_read_are_not_passed_over(told: str, lost: str) -> None:
     log = read(f"{INFO}non-default args: {told}")
     assert codes(log.findings) == ["options-not-read"]
     assert log.findings[0].numbers == {"options": lost}
     assert log.server.max_num_seqs == (7 if lost else None)
+
+
+def test_a_configuration_among_the_options_is_read_as_it_was_told() -> None:
+    """As vLLM 0.26.0 prints `--kv-transfer-config` and `--eplb-config`."""
+    told = (
+        "{'max_num_seqs': 7, 'kv_transfer_config': KVTransferConfig(kv_connector='MooncakeConnectorV1', "
+        "kv_buffer_size=1000000000.0, kv_rank=None, kv_connector_extra_config={'a': [1]}), "
+        "'mode': <CompilationMode.NONE: 0>, 'eplb_config': EPLBConfig(window_size=1000, x=Inner(y=-1))}"
+    )
+    log = read(f"{INFO}non-default args: {told}")
+    assert (log.findings, log.server.kv_connector) == ((), "MooncakeConnectorV1")
+    assert log.options["kv_transfer_config"]["kv_connector_extra_config"] == {"a": [1]}
+    assert log.options["eplb_config"] == {"window_size": 1000, "x": {"y": -1}}
 
 
 @pytest.mark.usefixtures("bare")

@@ -322,7 +322,9 @@ def _add_doctor(commands: Any) -> None:
     )
     doctor.add_argument("--slots", type=_count, metavar="N", help="workspace slots")
     doctor.add_argument(
-        "--stack", metavar="NAME", help=f"whose pages are counted (default: installed, {DEFAULT_STACK})"
+        "--stack",
+        metavar="NAME",
+        help=f"whose pages are counted, and that --config is for where no vLLM is (default: installed, {DEFAULT_STACK})",
     )
 
 

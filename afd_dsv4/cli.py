@@ -324,7 +324,7 @@ def _add_doctor(commands: Any) -> None:
     doctor.add_argument(
         "--stack",
         metavar="NAME",
-        help=f"whose pages are counted, and that --config is for where no vLLM is (default: installed, {DEFAULT_STACK})",
+        help=f"whose pages are counted; without vLLM, what --config is for (default: installed, {DEFAULT_STACK})",
     )
 
 

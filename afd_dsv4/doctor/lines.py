@@ -21,6 +21,9 @@ from typing import Final
 OPTIONS: Final = "non-default args: "
 ENGINE: Final = "Initializing a V1 LLM engine"
 NOT_LOADED: Final = "Failed to load plugin "
+#: A whole number in a message, and one with a point, of at most 12 digits. `\\d` would take the digits of every script.
+NUMBER: Final = "([0-9]{1,12})(?![0-9])"
+POINTED: Final = r"([0-9]{1,12}(?:\.[0-9]{1,12})?)(?![0-9.])"
 
 _PREFIX = re.compile(
     r"\b(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) [0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2} "

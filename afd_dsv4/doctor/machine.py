@@ -25,7 +25,7 @@ from afd_dsv4.compat.adapters import ADAPTERS, full_name
 from afd_dsv4.compat.contract import Verdict, verify
 from afd_dsv4.compat.stack import KNOWN, InstalledStack, installed, package_folder
 from afd_dsv4.doctor.facts import Finding, Severity
-from afd_dsv4.doctor.logs import two_platforms
+from afd_dsv4.doctor.faults import two_platforms
 
 PLATFORM_GROUP: Final = "vllm.platform_plugins"
 GENERAL_GROUP: Final = "vllm.general_plugins"

@@ -30,7 +30,7 @@ from afd_dsv4.admission import (
     largest,
 )
 from afd_dsv4.doctor.facts import Engine, Finding, Server, Severity
-from afd_dsv4.doctor.logs import too_long
+from afd_dsv4.doctor.faults import too_long
 from afd_dsv4.geometry import InputError, ModelGeometry, PageLayout, preset_name
 from afd_dsv4.workspace.sizing import WorkspaceSizes, size_workspace
 

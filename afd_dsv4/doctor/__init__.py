@@ -8,7 +8,7 @@ Way: a page of answers that is always printed, from the standard library and sou
 break it. A metrics page, a log, a JSON of options and single numbers may be given, in any combination; the more is
 given, the more exact the diagnosis. An input that is refused is named, and costs only what it would have said.
 `facts.py` holds the words, `metrics.py`, `logs.py` and `options.py` read, `machine.py` and `planned.py` look at what is
-installed and configured, `queue.py` explains, `report.py` writes.
+installed and configured, `case.py` counts, `fits.py`, `queue.py` and `prefix.py` explain, `report.py` writes.
 Not here: repairing anything, asking a server, and drivers, CANN or devices.
 """
 
@@ -22,12 +22,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from afd_dsv4.admission import GIB
 from afd_dsv4.compat.stack import known, release
-from afd_dsv4.config import DEFAULT_SLOTS, Executor, Mode
-from afd_dsv4.doctor import logs, machine, metrics, options, planned, queue
+from afd_dsv4.config import Executor, Mode, Settings
+from afd_dsv4.doctor import logs, machine, metrics, options, planned, prefix, queue
+from afd_dsv4.doctor.case import ASYNC_ASSUMED, SEQS_ASSUMED, case_of, drafts_and_graphs
 from afd_dsv4.doctor.facts import Finding, Server, Severity, disagreements, first_known
 from afd_dsv4.doctor.report import EXIT_BAD_INPUT, EXIT_PROBLEMS, Report
 from afd_dsv4.geometry import (
@@ -133,16 +134,16 @@ def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[
         stack=given.stack,
         refused=given.config is not None,
     )
-    slots = given.slots or (plan.settings.slots if plan.settings else DEFAULT_SLOTS)
+    asked = file if file is not None else log.options if log else {}
+    if log is None and server.plugin is None and plan.decision and plan.decision.active:
+        server = server.having("plugin", True, "gate")  # a server that ran without a line of ours ran without us
     hbm = None if given.hbm_gib is None else int(given.hbm_gib * GIB)
-    staged = plan.settings.tile_tokens if plan.settings and plan.settings.executor is Executor.AFD else None
-    rest = {"prompt": given.prompt_tokens, "hbm": hbm, "slots": slots, "tile_tokens": staged}
-    case = tried(lambda: queue.case_of(server, geometry, layout, **rest))
+    rest = {"prompt": given.prompt_tokens, "hbm": hbm, "drops": prefix.drops_a_block(asked)}
+    rest |= _reservation(given, plan, asked)
+    case = tried(lambda: case_of(server, geometry, layout, **rest))
     if case and (given.prompt_tokens or hbm or any(engine.looks_stuck for engine in server.engines)):
-        taken += [f"asynchronous scheduling {'on' if queue.ASYNC_ASSUMED else 'off'}"] * (
-            server.async_scheduling is None
-        )
-        taken += [f"{queue.SEQS_ASSUMED} requests"] * (server.max_num_seqs is None)
+        taken += [f"asynchronous scheduling {'on' if ASYNC_ASSUMED else 'off'}"] * (server.async_scheduling is None)
+        taken += [f"{SEQS_ASSUMED} requests"] * (server.max_num_seqs is None)
         taken += [f"longest sequence {case.max_model_len:,}, the model's"] * (server.max_model_len is None)
     wanted = bool(plan.settings and plan.settings.mode is not Mode.OFF)
     judged = tried(lambda: list(queue.findings(case, server, given.prompt_tokens)))
@@ -163,10 +164,24 @@ def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[
         log_said=log.plugin if log else None,
         server=server,
         taken=tuple(taken),
-        sizes=plan.decision.sizes if plan.decision and plan.decision.active else reserved,
+        sizes=reserved or (plan.decision.sizes if plan.decision else None),
         findings=tuple(sorted(_once(found), key=lambda finding: finding.severity is Severity.NOTE)),
         errors=tuple(errors),
     )
+
+
+def _reservation(given: Given, plan: planned.Planned, asked: Mapping[str, Any]) -> dict[str, int | None]:
+    """What the plugin's sizes depend on beside the numbers of the server: the gate's where it says that it is on."""
+    settings, sizes = plan.settings or Settings(), plan.decision.sizes if plan.decision else None
+    drafts, graphs = drafts_and_graphs(asked)
+    slots = settings.slots + graphs
+    if plan.decision and plan.decision.settings and sizes:
+        settings, slots = plan.decision.settings, sizes.slots
+    return {
+        "slots": given.slots or slots,
+        "drafts": drafts if settings.drafts is None else settings.drafts,
+        "tile_tokens": settings.tile_tokens if settings.executor is Executor.AFD else None,
+    }
 
 
 def _geometry(

@@ -7,7 +7,7 @@ them says only some.
 Way: one frozen `Server` in which everything may be missing; `first_known` puts several of them together, the first that
 knows a number wins, and the answer says where each came from; `disagreements` says where two of them cannot be of one
 server. A `Finding` is one diagnosis with its figures.
-Not here: reading (`metrics.py`, `logs.py`, `machine.py`) and judging (`queue.py`, `machine.py`).
+Not here: reading (`metrics.py`, `logs.py`, `machine.py`) and judging (`fits.py`, `queue.py`, `prefix.py`, `machine.py`).
 """
 
 from __future__ import annotations
@@ -156,6 +156,11 @@ class Server:
         """What is known, by name, engines and sources apart."""
         names = [one.name for one in fields(self) if one.name not in ("engines", "sources")]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def having(self, name: str, value: Any, source: str) -> Server:
+        """The same with a number from another source."""
+        changes: dict[str, Any] = {name: value, "sources": {**self.sources, name: source}}
+        return replace(self, **changes)
 
     def without(self, name: str) -> Server:
         """The same with a number that was refused not known."""

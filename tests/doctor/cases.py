@@ -81,6 +81,7 @@ CASES = {
     "windows": Case(
         ["--metrics", "plugin_on.metrics", "--prompt-tokens", "1000000", "--max-num-batched-tokens", "262144"], 1
     ),
+    "plugin_planned": Case(["--config", "drafting.json", "--hbm-gib", "20", "--prompt-tokens", "63778"], 0),
     "plugin_refused": Case(["--log", "plugin_refused.log"], 1),
     "plugin_failed": Case(["--log", "plugin_failed.log"], 1),
     "nodes_disagree": Case(["--log", "nodes.log"], 1),

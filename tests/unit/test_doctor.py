@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from afd_dsv4.admission import SchedulerLimits, kv_plan
 from afd_dsv4.compat.stack import InstalledStack, package_folder
 from afd_dsv4.config import Settings
-from afd_dsv4.doctor import Given, diagnose, metrics, planned, queue
+from afd_dsv4.doctor import Given, diagnose, metrics, planned, prefix, queue
+from afd_dsv4.doctor.case import case_of
 from afd_dsv4.doctor.facts import Engine, Finding, Server, Severity, disagreements, first_known
 from afd_dsv4.doctor.machine import Machine
 from afd_dsv4.doctor.options import options_of
@@ -105,7 +106,7 @@ def test_with_the_plugin_on_it_is_the_windows_that_multiply() -> None:
 def test_hits_come_in_the_least_common_multiple_of_all_blocks() -> None:
     assert math.lcm(4 * 32, 128 * 32, 32, 2, 8) == 4_096  # vllm-project/vllm-ascend#16270
     assert "hits come in multiples of 4,096 tokens" in " ".join(snapshot("no_hits").split())
-    assert queue.hit_multiple(page_layout("vllm-ascend-0.23.0", 128)) == math.lcm(512, 16_384, 128, 8, 32) == 16_384
+    assert prefix.hit_multiple(page_layout("vllm-ascend-0.23.0", 128)) == math.lcm(512, 16_384, 128, 8, 32) == 16_384
 
 
 @pytest.mark.parametrize("name", ["healthy", "nothing"])
@@ -393,7 +394,7 @@ def findings_of(**given: Any) -> list[Finding]:
     """Of a native server with DeepSeek-V4-Flash and block size 128."""
     prompt, hbm = given.pop("prompt", None), given.pop("hbm", None)
     server = Server(block_size=128, **given)
-    case = queue.case_of(server, FLASH, page_layout("vllm-ascend-0.23.0", 128), prompt=prompt, hbm=hbm)
+    case = case_of(server, FLASH, page_layout("vllm-ascend-0.23.0", 128), prompt=prompt, hbm=hbm)
     return list(queue.findings(case, server))
 
 

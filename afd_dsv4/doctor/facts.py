@@ -7,7 +7,8 @@ them says only some.
 Way: one frozen `Server` in which everything may be missing; `first_known` puts several of them together, the first that
 knows a number wins, and the answer says where each came from; `disagreements` says where two of them cannot be of one
 server. A `Finding` is one diagnosis with its figures.
-Not here: reading (`metrics.py`, `logs.py`, `machine.py`) and judging (`fits.py`, `queue.py`, `prefix.py`, `machine.py`).
+Not here: reading (`metrics.py`, `logs.py`, `options.py`, `machine.py`) and judging (`fits.py`, `queue.py`, `prefix.py`,
+`machine.py`).
 """
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ def _why(case: Case, multiple: int, least: int, here: str | None) -> Iterator[st
     if case.drops:
         yield (
             f"That is {layout.swa_rows} more than the multiple, because the server drafts: the last block of a hit is "
-            "computed again for its hidden states. Releases before 0.23.0 computed a whole multiple again, so that a "
-            f"hit needed {2 * multiple:,}."
+            "computed again for its hidden states. Of releases before 0.23.0, vllm-project/vllm-ascend#10710 says that "
+            f"a hit needed {2 * multiple:,}."
         )
     if here:
         yield here

@@ -7,8 +7,9 @@ is asked for versions, plugins and settings first.
 Way: a page of answers that is always printed, from the standard library and sources read as text: a broken vLLM cannot
 break it. A metrics page, a log, a JSON of options and single numbers may be given, in any combination; the more is
 given, the more exact the diagnosis. An input that is refused is named, and costs only what it would have said.
-`facts.py` holds the words, `metrics.py`, `logs.py` and `options.py` read, `machine.py` and `planned.py` look at what is
-installed and configured, `case.py` counts, `fits.py`, `queue.py` and `prefix.py` explain, `report.py` writes.
+`facts.py` holds the words, `metrics.py`, `logs.py` and `options.py` read, `machine.py`, `planned.py` and `defaults.py`
+look at what is installed and configured, `case.py` counts, `fits.py`, `queue.py` and `prefix.py` explain, `report.py`
+writes.
 Not here: repairing anything, asking a server, and drivers, CANN or devices.
 """
 
@@ -137,6 +138,8 @@ def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[
     asked = file if file is not None else log.options if log else {}
     if log is None and server.plugin is None and plan.decision and plan.decision.active:
         server = server.having("plugin", True, "gate")  # a server that ran without a line of ours ran without us
+    if asked and plan.limits and server.max_num_seqs is None:  # who gives numbers alone gets `plan`'s
+        server = server.having("max_num_seqs", plan.limits.max_num_seqs, "vLLM's default")
     hbm = None if given.hbm_gib is None else int(given.hbm_gib * GIB)
     rest = {"prompt": given.prompt_tokens, "hbm": hbm, "drops": prefix.drops_a_block(asked)}
     rest |= _reservation(given, plan, asked)

@@ -16,7 +16,7 @@ import difflib
 import json
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -32,6 +32,7 @@ RECORDED: Final = Path(__file__).with_name("serve_options.json")
 #: Every option that is looked at, by what it must be.
 FLAGS: Final = (
     "async_scheduling",
+    "enable_chunked_prefill",
     "enable_dbo",
     "enable_lora",
     "enable_prefix_caching",
@@ -51,7 +52,15 @@ COUNTS: Final = {
     "spec_tokens": 1,
     "ubatch_size": 0,
 }
-TEXTS: Final = ("dtype", "model", "scheduler_cls", "scheduling_policy", "spec_method", "worker_cls")
+TEXTS: Final = (
+    "dtype",
+    "model",
+    "performance_mode",
+    "scheduler_cls",
+    "scheduling_policy",
+    "spec_method",
+    "worker_cls",
+)
 OBJECTS: Final = (
     "additional_config",
     "compilation_config",
@@ -60,7 +69,12 @@ OBJECTS: Final = (
     "speculative_config",
 )
 SIZES: Final = ("kv_offloading_size",)
-LOOKED_AT: Final = frozenset((*FLAGS, *COUNTS, *TEXTS, *OBJECTS, *SIZES))
+#: Names that may be written as their numbers: vllm/config/vllm.py:OptimizationLevel.
+LEVELS: Final = ("O0", "O1", "O2", "O3")
+CHOICES: Final = {"optimization_level": LEVELS}
+LOOKED_AT: Final = frozenset((*FLAGS, *COUNTS, *TEXTS, *OBJECTS, *SIZES, *CHOICES))
+#: The same within `compilation_config`: vllm/config/compilation.py:CompilationMode.
+COMPILATION: Final = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
 
 #: Counts that may be written with a unit (vllm/engine/arg_utils.py:_compute_kwargs), and vLLM's own choice of one.
 _WITH_UNIT: Final = ("max_model_len", "max_num_batched_tokens")
@@ -175,6 +189,17 @@ class Options:
         value = self._read(name, str, "")
         return str(value) if value else None
 
+    def choice(self, name: str, numbered: Sequence[str], others: Sequence[str] = ()) -> str | None:
+        """One of these names, however it is written, or the number of one that has one."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if type(value) is int and 0 <= value < len(numbered):
+            return numbered[value]
+        if not isinstance(value, str) or value.upper() not in (*numbered, *others):
+            self._refuse(name, value, f"one of {', '.join((*numbered, *others))}")
+        return value.upper()
+
     def _read(self, name: str, kind: type, otherwise: Any) -> Any:
         value = self.values.get(name)
         if value is None:
@@ -206,11 +231,13 @@ def _value(name: str, value: Any) -> Any:
         raise InputError(name, reprlib.repr(value), "give a text")
     if name in SIZES and (not isinstance(value, (int, float)) or isinstance(value, bool)):
         raise InputError(name, reprlib.repr(value), "give a number")
-    if name in OBJECTS:
-        try:
+    try:
+        if name in OBJECTS:
             return dict(Options({name: value}).inner(name).values)
-        except InputError as error:
-            raise InputError(name, error.found, f"give {error.remedy.removeprefix('it must be ')}") from None
+        if name in CHOICES:
+            return Options({name: value}).choice(name, CHOICES[name])
+    except InputError as error:
+        raise InputError(name, error.found, f"give {error.remedy.removeprefix('it must be ')}") from None
     return value
 
 

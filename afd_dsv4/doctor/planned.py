@@ -4,10 +4,10 @@
 
 Problem: the gate speaks when a server starts, after minutes; and it asks vLLM's own configuration, which is not there.
 Way: the options as vLLM names them, from a JSON file, a server's log or the environment, are turned into the gate's
-facts, with vLLM's defaults where an option is left out. What cannot be known from here is assumed not to object, and is
-listed: a "could be on" is only as good as that list. Where no vLLM is here, a known stack with all that belongs to it
-is assumed, so that what depends on options alone is judged on any machine.
-Not here: the decision (`gate.py`), and reading the options (`options.py`).
+facts, with the defaults of `vllm serve` where an option is left out. What cannot be known from here is assumed not to
+object, and is listed: a "could be on" is only as good as that list. Where no vLLM is here, a known stack with all that
+belongs to it is assumed, so that what depends on options alone is judged on any machine.
+Not here: the decision (`gate.py`), reading the options (`options.py`), and what a default is (`defaults.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from afd_dsv4.compat.facts import kernels_here
 from afd_dsv4.compat.stack import AFD_PINS, UNVERSIONED, InstalledStack, known
 from afd_dsv4.compressor.library import HARDWARE
 from afd_dsv4.config import Executor, Mode, Settings, read, switched_off
+from afd_dsv4.doctor import defaults
+from afd_dsv4.doctor.defaults import Limits
 from afd_dsv4.doctor.machine import GENERAL_GROUP, Machine, Plugin, allowlist
 from afd_dsv4.doctor.options import Options
 from afd_dsv4.gate import (
@@ -29,9 +31,7 @@ from afd_dsv4.gate import (
     CUDA_ONLY,
     DEVICES,
     FCFS,
-    FULL_DECODE_ONLY,
     NATIVE_WORKER,
-    NO_GRAPHS,
     NPU_PLATFORM,
     AfdFacts,
     Decision,
@@ -42,7 +42,9 @@ from afd_dsv4.gate import (
 )
 from afd_dsv4.geometry import DEFAULT_STACK, InputError, ModelGeometry, preset
 
-_TRANSFERS: Final = ("kv_transfer_config", "ec_transfer_config", "kv_offloading_size")
+#: What moves KV blocks, and what it calls the one that does.
+_TRANSFERS: Final = {"kv_transfer_config": "kv_connector", "ec_transfer_config": "ec_connector"}
+_OFFLOADING: Final = "kv_offloading_size"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Planned:
         decision: None where the settings cannot be read, or where nobody gave options and nothing else asks for a mode.
         error: why not.
         assumed: what could not be known from here, and was taken not to object.
+        limits: of the server, those of `vllm serve` where nobody says; None where they were not asked for.
         unknown: why there is neither a decision nor an error, where there is none.
     """
 
@@ -61,6 +64,7 @@ class Planned:
     decision: Decision | None
     error: str | None = None
     assumed: tuple[str, ...] = ()
+    limits: Limits | None = None
     unknown: str = "no options were given"
 
 
@@ -100,11 +104,11 @@ def plan(
     assumed: list[str] = ["every option of vLLM has its default"] * (options is None)
     if geometry is None:
         assumed.append("the model is DeepSeek-V4-Flash")
-    server = (
-        _or(max_num_batched_tokens, 8192, "max_num_batched_tokens", assumed),
-        _or(block_size, 128, "block_size", assumed),
-        _or(max_num_seqs, 16, "max_num_seqs", assumed),
-    )
+    known_limits = {
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "block_size": block_size,
+        "max_num_seqs": max_num_seqs,
+    }
     try:
         kernels = kernels_here(environment)
         if not machine.has_vllm:
@@ -112,39 +116,46 @@ def plan(
             machine = _stand_in(stack, with_afd, environment, assumed)
             kernels = KernelFacts(HARDWARE, True, None)
             assumed += ["the project's kernels are built there"] * (settings.executor is Executor.AFD)
-        facts = _facts(options or {}, machine, environment, geometry or preset("flash"), server, kernels, assumed)
+        asked, model = Options(options or {}), geometry or preset("flash")
+        found = defaults.limits(
+            asked,
+            batch=max_num_batched_tokens,
+            block_size=block_size,
+            seqs=max_num_seqs,
+            longest=model.max_position_embeddings,
+        )
+        if by_default := defaults.left_out(asked, found, **known_limits):
+            assumed.append(by_default)
+        facts = _facts(asked, machine, environment, model, found, kernels, assumed)
     except InputError as error:
         return Planned(settings, None, str(error))
-    return Planned(settings, decide(settings, facts), assumed=tuple(assumed))
+    return Planned(settings, decide(settings, facts), assumed=tuple(assumed), limits=found)
 
 
 def _facts(
-    options: Mapping[str, Any],
+    asked: Options,
     machine: Machine,
     environment: Mapping[str, str],
     geometry: ModelGeometry,
-    server: tuple[int, int, int],
+    limits: Limits,
     kernels: KernelFacts,
     assumed: list[str],
 ) -> EngineFacts:
     """Every fact by name, so that one that is new is not forgotten here."""
     assert machine.stack is not None
-    asked = Options(options)
-    additional = asked.inner("additional_config")
-    drafting, compilation = asked.inner("speculative_config"), asked.inner("compilation_config")
+    additional, drafting = asked.inner("additional_config"), asked.inner("speculative_config")
+    method = drafting.text("method") or asked.text("spec_method")
     stack, afd = machine.stack, _afd(additional, machine, environment)
     adapter = ADAPTERS.get((full_name(stack.name, stack.afd) if afd else stack.name) or "")
     if "plugins" in machine.failed:
         assumed.append("plugins that cannot be read here are loaded")
     if "drift" in machine.failed:
         assumed.append("the code of the stack is as recorded")
-    mode = compilation.text("cudagraph_mode")
-    graphs = NO_GRAPHS if asked.flag("enforce_eager", False) else (mode or NO_GRAPHS).upper()
     worker = asked.text("worker_cls") or "auto"
     ubatches = 2 if asked.flag("enable_dbo", False) else asked.number("ubatch_size", 0)
+    if afd is None:  # vllm_ascend/platform.py:_fix_incompatible_config, which afd-plugin undoes
+        ubatches = 0
     assumed += ["the device is an A2 or A3", "vLLM's second model runner is not chosen"]
-    assumed += [f"no graphs but {FULL_DECODE_ONLY}"] * (graphs == NO_GRAPHS and not asked.flag("enforce_eager", False))
-    batch, block_size, seqs = server
     return EngineFacts(
         stack=str(stack),
         stack_name=stack.name,
@@ -162,7 +173,7 @@ def _facts(
         geometry_error=None,
         afd=afd,
         worker_cls=NATIVE_WORKER if worker == "auto" else worker,
-        kv_transfer=next((key for key in _TRANSFERS if options.get(key)), None),
+        kv_transfer=_kv_transfer(asked),
         prefix_caching=asked.flag("enable_prefix_caching", True),
         decode_context_parallel=asked.number("decode_context_parallel_size", 1),
         prefill_context_parallel=asked.number("prefill_context_parallel_size", 1),
@@ -174,15 +185,15 @@ def _facts(
         policy=asked.text("scheduling_policy") or FCFS,
         scheduler_cls=asked.text("scheduler_cls"),
         overlap=additional.flag("multistream_dsv4_dsa_overlap", True),
-        async_scheduling=asked.flag("async_scheduling", True),
-        speculative_method=drafting.text("method") or asked.text("spec_method"),
+        async_scheduling=defaults.asynchronous(asked, method),
+        speculative_method=method,
         speculative_tokens=drafting.number("num_speculative_tokens", asked.number("spec_tokens", 0)),
-        graphs=graphs,
+        graphs=defaults.graphs(asked),
         ubatches=max(ubatches, (afd.stages or 1) if afd else 1),
         native_tail=additional.flag("enable_dsv4_shared_compressor_workspace", False),
-        max_num_seqs=seqs,
-        max_num_batched_tokens=batch,
-        block_size=block_size,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        block_size=limits.block_size,
         kernels=kernels,
     )
 
@@ -220,6 +231,15 @@ def _loaded(name: str, machine: Machine, environment: Mapping[str, str]) -> bool
     return any(plugin.name == name and plugin.loaded for plugin in machine.plugins)
 
 
+def _kv_transfer(asked: Options) -> str | None:
+    """As `compat/facts.py` names it."""
+    for option, connector in _TRANSFERS.items():
+        if asked.values.get(option) is not None:
+            return f"{option} with {asked.inner(option).text(connector)}"
+    size = asked.values.get(_OFFLOADING)
+    return None if size is None else f"{_OFFLOADING} {size}"
+
+
 def _dtype(asked: str | None) -> str:
     """As vLLM makes of it (vllm/config/model.py:_get_and_verify_dtype); checkpoints of this model are in bfloat16."""
     return {"half": "float16", "float": "float32", "auto": "bfloat16"}.get(asked or "auto", asked or "auto")
@@ -248,10 +268,3 @@ def _afd(additional: Options, machine: Machine, environment: Mapping[str, str]) 
         not_loaded=() if _loaded("afd", machine, environment) else ("afd_plugin",),
         model=CUDA_ONLY if pin and not pin.lacks else None,
     )
-
-
-def _or(value: int | None, otherwise: int, name: str, assumed: list[str]) -> int:
-    if value is None:
-        assumed.append(f"{name} {otherwise:,}")
-        return otherwise
-    return value

@@ -25,7 +25,7 @@ from tests.doctor.serve_options import names_in
 from tests.unit.test_doctor import asked
 
 ON: dict[str, Any] = {"additional_config": {"afd_dsv4": {"mode": "colocated"}}}
-GOOD = {**ON, "enable_prefix_caching": False}
+GOOD = {**ON, "enable_prefix_caching": False, "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}
 WHOLE: Packages = {**WITH_ASCEND, "vllm": ("0.23.0", {})}
 
 
@@ -131,7 +131,8 @@ def test_off_in_the_environment_is_final_and_no_setting_elsewhere_is_in_its_way(
 def test_an_option_with_no_before_it_is_the_option_set_to_false(tmp_path: Path) -> None:
     text = json.dumps({"no_enable_prefix_caching": True, "--no-async-scheduling": True})
     assert options_of(text, "c") == {"enable_prefix_caching": False, "async_scheduling": False}
-    found, status = answer(tmp_path, {**ON, "no_enable_prefix_caching": True, "no_async_scheduling": True})
+    negative = {"no_enable_prefix_caching": True, "no_async_scheduling": True, "enforce_eager": True}
+    found, status = answer(tmp_path, {**ON, **negative})
     assert (status, found["gate"]["active"]) == (0, True)
     assert (found["server"]["prefix_caching"], found["server"]["async_scheduling"]) == (False, False)
 
@@ -213,11 +214,15 @@ def test_every_option_that_the_gate_is_asked_about_has_a_type_here(monkeypatch: 
             used.update([name] * (not self._path))
             return super()._read(name, kind, otherwise)
 
+        def choice(self, name: str, *names: Any) -> str | None:
+            used.update([name] * (not self._path))
+            return super().choice(name, *names)
+
     monkeypatch.setattr(planned, "Options", Watched)
     planned.plan(ON, Machine(None, None, None, (), {}), {}, None, **dict.fromkeys(LIMITS))
-    assert len(used) > 10
+    assert len(used) > 15
     assert used <= LOOKED_AT
-    assert set(planned._TRANSFERS) <= LOOKED_AT
+    assert {*planned._TRANSFERS, planned._OFFLOADING} <= LOOKED_AT
 
 
 LIMITS = ("max_num_batched_tokens", "block_size", "max_num_seqs")

@@ -13,7 +13,7 @@ import inspect
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -51,10 +51,10 @@ def consoles(page: Path) -> list[tuple[str, str]]:
     return found
 
 
-def commands(text: str) -> Iterator[list[str]]:
-    """Every command of the project in blocks of code, as words; what a shell does around it is left out."""
+def commands(text: str, of: Collection[str] = ("afd-dsv4", "make")) -> Iterator[list[str]]:
+    """Every command of these programs in blocks of code, as words; what a shell does around it is left out."""
     blocks = [body for _, body in FENCE.findall(text)] + INDENTED.findall(FENCE.sub("", text))
-    for line in "\n".join(blocks).splitlines():
+    for line in re.sub(r"\\\n", " ", "\n".join(blocks)).splitlines():
         for part in re.split(r"\||&&", re.sub(r"(^|\s)#.*", "", line)):
             try:
                 words = shlex.split(part.strip().removeprefix("$ "))
@@ -64,7 +64,7 @@ def commands(text: str) -> Iterator[list[str]]:
                 words = words[1:]
             if words and Path(words[0]).name.startswith("python") and words[1:3] == ["-m", "afd_dsv4"]:
                 words = ["afd-dsv4", *words[3:]]
-            if words and words[0] in ("afd-dsv4", "make"):
+            if words and words[0] in of:
                 yield words
 
 

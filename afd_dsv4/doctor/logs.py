@@ -264,8 +264,9 @@ def server_of(options: Mapping[str, Any]) -> Server:
 
 def _literal(text: str) -> tuple[dict[str, Any], Finding | None]:
     """A dictionary as Python writes it, and what could not be read of it: an entry that is no literal is lost alone."""
-    # Enumerations are written as <Name.MEMBER: 0>, which is no Python.
-    for wording in (text, re.sub(r"<[^<>]*>", "None", text)):
+    # Enumerations are written as <Name.MEMBER: 0>, which is no Python, and told as MEMBER.
+    named = re.sub(r"<[A-Za-z]\w*\.(\w+): [^<>]*>", r"'\1'", text)
+    for wording in (text, re.sub(r"<[^<>]*>", "None", named)):
         try:
             tree = ast.parse(wording.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -17,9 +17,11 @@ import pytest
 from afd_dsv4 import doctor
 from afd_dsv4.compat.stack import InstalledStack
 from afd_dsv4.doctor import Given, Report, logs, machine, metrics
+from afd_dsv4.doctor.defaults import graphs
 from afd_dsv4.doctor.facts import Finding, Server, Severity
 from afd_dsv4.doctor.lines import lines_with, starts
 from afd_dsv4.doctor.machine import Machine
+from afd_dsv4.doctor.options import Options
 from afd_dsv4.gate import decide
 from afd_dsv4.geometry import InputError, ModelGeometry, preset
 from tests.doctor.cases import HERE
@@ -271,6 +273,19 @@ def test_a_configuration_among_the_options_is_read_as_it_was_told() -> None:
     assert (log.findings, log.server.kv_connector) == ((), "MooncakeConnectorV1")
     assert log.options["kv_transfer_config"]["kv_connector_extra_config"] == {"a": [1]}
     assert log.options["eplb_config"] == {"window_size": 1000, "x": {"y": -1}}
+    assert log.options["mode"] == "NONE"
+
+
+def test_a_graph_mode_in_a_log_is_no_default() -> None:
+    """Enumerations are told by their members, of numbers or pairs; anything else in such brackets is not known."""
+    told = (
+        "{'compilation_config': {'level': None, 'mode': <CompilationMode.VLLM_COMPILE: 3>, 'cudagraph_mode': "
+        "<CUDAGraphMode.FULL_DECODE_ONLY: (2, 0)>, 'f': <function f at 0x7f00>}}"
+    )
+    log = read(f"{INFO}non-default args: {told}")
+    found = {"level": None, "mode": "VLLM_COMPILE", "cudagraph_mode": "FULL_DECODE_ONLY", "f": None}
+    assert (log.findings, log.options) == ((), {"compilation_config": found})
+    assert graphs(Options(log.options)) == "FULL_DECODE_ONLY"
 
 
 @pytest.mark.usefixtures("bare")

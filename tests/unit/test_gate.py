@@ -421,7 +421,7 @@ def test_full_graphs_take_one_slot_more():
 
 def test_where_full_graphs_are_covered_the_remedy_for_others_is_decode_only():
     (reason,) = refused(graphs="FULL_AND_PIECEWISE", covers=frozenset({gate.FULL_GRAPHS}))
-    assert reason.endswith("use FULL_DECODE_ONLY")
+    assert reason.endswith("""set --compilation-config '{"cudagraph_mode": "FULL_DECODE_ONLY"}'""")
 
 
 def test_a_decision_without_a_reason_cannot_be_made():

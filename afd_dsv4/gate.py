@@ -487,7 +487,7 @@ def _against_uncovered(facts: EngineFacts) -> Iterator[str]:
     graphs = facts.graphs or NO_GRAPHS
     needs = {feature for word, feature in _GRAPHS.items() if word in graphs}
     if graphs != NO_GRAPHS and (not needs or needs - facts.covers):
-        full = f"set --compilation-config '{{\"cudagraph_mode\": \"{FULL_DECODE_ONLY}\"}}'"
+        full = f'set --compilation-config \'{{"cudagraph_mode": "{FULL_DECODE_ONLY}"}}\''
         remedy = full if FULL_GRAPHS in facts.covers else "set --enforce-eager"
         yield _uncovered("graph mode", graphs, remedy)
     if facts.ubatches is not None and facts.ubatches > 1 and UBATCHES not in facts.covers:

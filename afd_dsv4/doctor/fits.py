@@ -37,7 +37,8 @@ def startup(case: Case) -> Finding | None:
     wanted = plan.at_startup(limits) * plan.block_bytes if case.server.max_model_len else 0
     two = (1 + NULL_BLOCKS) * plan.block_bytes
     if whole - reserved < two:
-        least = reserved + max(wanted, two)
+        longest = _wanted(case, batch, case.max_model_len, plugin=case.plugin) if case.server.max_model_len else 0
+        least = reserved + max(longest, two)
         return Finding(
             "cache-too-small",
             Severity.PROBLEM,
@@ -64,7 +65,7 @@ def startup(case: Case) -> Finding | None:
             ),
             case.multiplier({group.name: group.at_startup(limits) for group in plan.groups}, plan),
         ),
-        tuple(_remedies_of_a_start(case, batch, shorter, smaller, wanted)),
+        tuple(_remedies_of_a_start(case, batch, shorter, smaller)),
         ("vllm-project/vllm-ascend#14678",),
         {
             "max_model_len": case.max_model_len,
@@ -77,10 +78,19 @@ def startup(case: Case) -> Finding | None:
     )
 
 
-def _starts(case: Case, batch: int, length: int, *, plugin: bool) -> bool:
+def _wanted(case: Case, batch: int, length: int, *, plugin: bool) -> int:
+    """Bytes with which a server of this longest sequence starts, and then its longest prompt.
+
+    They differ: vLLM's check counts other blocks than its scheduler asks for, and takes the null block for one of them.
+    """
     plan = case.plan(plugin=plugin)
-    wanted = plan.at_startup(replace(case.limits(batch), max_model_len=length)) * plan.block_bytes
-    return wanted + case.reserved(batch, plugin=plugin) <= (case.hbm or 0)
+    limits = replace(case.limits(batch), max_model_len=length)
+    prompt = sum(plan.whole_prompt(max(length - 1, 1), limits).values()) + NULL_BLOCKS
+    return max(plan.at_startup(limits), prompt) * plan.block_bytes
+
+
+def _starts(case: Case, batch: int, length: int, *, plugin: bool) -> bool:
+    return _wanted(case, batch, length, plugin=plugin) + case.reserved(batch, plugin=plugin) <= (case.hbm or 0)
 
 
 def _longest_that_starts(case: Case, batch: int) -> int:
@@ -91,17 +101,18 @@ def _batch_that_starts(case: Case, batch: int) -> int:
     return largest(lambda tokens: _starts(case, tokens, case.max_model_len, plugin=case.plugin), batch - 1)
 
 
-def _remedies_of_a_start(case: Case, batch: int, shorter: int, smaller: int, wanted: int) -> Iterator[str]:
+def _remedies_of_a_start(case: Case, batch: int, shorter: int, smaller: int) -> Iterator[str]:
+    """What starts the server and lets it start its longest prompt, which would wait for ever otherwise."""
     if smaller:
         yield f"--max-num-batched-tokens {smaller:,} or less"
     if shorter:
         yield f"--max-model-len {shorter:,} or less"
+    wanted = _wanted(case, batch, case.max_model_len, plugin=case.plugin)
     yield f"a KV cache of {gib_up(wanted)} GiB{_with_tails(case, batch, wanted)}"
     if not case.plugin:
-        mine = case.plan(plugin=True)
-        total = mine.at_startup(case.limits(batch)) * mine.block_bytes + case.reserved(batch, plugin=True)
-        if total <= (case.hbm or 0):
-            yield f"this plugin, with which {gib_up(total)} GiB are enough, tails and slots included"
+        mine = _wanted(case, batch, case.max_model_len, plugin=True) + case.reserved(batch, plugin=True)
+        if mine <= (case.hbm or 0):
+            yield f"this plugin, with which {gib_up(mine)} GiB are enough, tails and slots included"
 
 
 def _with_tails(case: Case, batch: int, cache: int) -> str:

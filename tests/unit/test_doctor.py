@@ -565,7 +565,15 @@ def test_what_start_up_wants_of_a_length_that_fills_no_block_is_not_offered_too_
 
     there = int(2.2 * 2**30) // 3_249_664
     assert (there, wanted(5_120), wanted(5_121), wanted(5_123)) == (726, 726, 727, 727)
-    assert "--max-model-len 5,120 or less" in found["findings"][0]["remedies"]
+
+    # Nor is a length that starts, and whose longest prompt never does: the scheduler has a block less to hand out.
+    def of_a_prompt(tokens: int) -> int:
+        swa, c4, c128 = (min(window - 1 + 2 * 2048, tokens) for window in (128, 8, 128))
+        windows = 2 * (math.ceil(swa / 128) + 1) + math.ceil(c4 / 8) + 1 + math.ceil(c128 / 32) + 1
+        return math.ceil(tokens // 4 / 128) + math.ceil(tokens // 128 / 128) + windows
+
+    assert (there - 1, of_a_prompt(4_611), of_a_prompt(4_612)) == (725, 725, 726)
+    assert "--max-model-len 4,612 or less" in found["findings"][0]["remedies"]
 
 
 def test_a_longest_sequence_beyond_the_model_is_refused_and_the_models_own_is_taken(tmp_path: Path) -> None:

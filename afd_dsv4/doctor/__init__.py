@@ -7,9 +7,9 @@ is asked for versions, plugins and settings first.
 Way: a page of answers that is always printed, from the standard library and sources read as text: a broken vLLM cannot
 break it. A metrics page, a log, a JSON of options and single numbers may be given, in any combination; the more is
 given, the more exact the diagnosis. An input that is refused is named, and costs only what it would have said.
-`facts.py` holds the words, `metrics.py`, `logs.py` and `options.py` read, `machine.py`, `planned.py` and `defaults.py`
-look at what is installed and configured, `case.py` counts, `fits.py`, `queue.py` and `prefix.py` explain, `report.py`
-writes.
+`facts.py` holds the words; `metrics.py`, `logs.py` with `lines.py`, and `options.py` read; `machine.py`, `planned.py`
+and `defaults.py` look at what is installed and configured; `case.py` counts; `fits.py`, `queue.py`, `prefix.py`,
+`faults.py` and `verdicts.py` explain; `report.py` writes.
 Not here: repairing anything, asking a server, and drivers, CANN or devices.
 """
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -268,7 +269,9 @@ def _literal(text: str) -> tuple[dict[str, Any], Finding | None]:
     named = re.sub(r"<[A-Za-z]\w*\.(\w+): [^<>]*>", r"'\1'", text)
     for wording in (text, re.sub(r"<[^<>]*>", "None", named)):
         try:
-            tree = ast.parse(wording.strip(), mode="eval").body
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # such as of a number that ends in letters
+                tree = ast.parse(wording.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue
         if isinstance(tree, ast.Dict):

@@ -112,4 +112,4 @@ def _why(case: Case, multiple: int, least: int, here: str | None) -> Iterator[st
         )
     if here:
         yield here
-    yield "The plugin does not change this, and does not run with prefix caching yet."
+    yield "The plugin does not change this, and does not run with prefix caching."

@@ -4,7 +4,7 @@
 
 Problem: a mode that was refused leaves a server that runs and serves natively; one line says so among thousands, once a
 process, and a counter on the page.
-Way: the lines that `plugin.py` and `metrics.py` of this project write, by process, and the series `afd_dsv4_*`. Each
+Way: the lines that `plugin.py` and `notices.py` of this project write, by process, and the series `afd_dsv4_*`. Each
 answer quotes the first line, says how many there are, and what to do.
 Not here: whether the gate would say the same on this machine (`planned.py`).
 """

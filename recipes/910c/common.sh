@@ -4,7 +4,7 @@
 #
 # Sourced by every launch.sh. A script reads what the operator may set, each variable with one of the functions below,
 # fills two arrays, `environment` (NAME=value) and `serve` (what follows `vllm serve`), and calls `launch`: with --dry-run
-# that prints the one command that would run, to be read or pasted. Nothing is printed or started with a variable that
+# that prints what would run, to be read or pasted. Nothing is printed or started with a variable that
 # is refused.
 
 set -euo pipefail

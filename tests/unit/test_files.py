@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import threading
 from pathlib import Path
 
@@ -38,6 +39,32 @@ def test_a_link_leads_where_it_led(tmp_path: Path) -> None:
     write_whole(link, "new")
     assert link.is_symlink()
     assert (tmp_path / "real" / "page.html").read_text() == "new"
+
+
+def test_links_in_a_circle_are_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert main([*PLAN, "--html", str(tmp_path / "a")]) == 2
+    assert "its links lead in a circle" in capfd.readouterr().err
+    assert (tmp_path / "a").is_symlink()
+
+
+def test_a_file_keeps_its_mode_and_may_have_the_longest_of_names(tmp_path: Path) -> None:
+    longest = tmp_path / ("n" * 255)
+    longest.touch(0o600)
+    write_whole(longest, "text")
+    assert (longest.read_text(), stat.S_IMODE(longest.stat().st_mode)) == ("text", 0o600)
+
+
+def test_what_is_write_protected_is_left_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "page.html"
+    kept.write_text("the old page")
+    for protected, said in ((kept, "it is write-protected"), (tmp_path, "its folder is write-protected")):
+        # Root may write everywhere, so the mode alone shows nothing.
+        monkeypatch.setattr(os, "access", lambda place, _, protected=protected: place != protected)
+        with pytest.raises(PermissionError, match=said):
+            write_whole(kept, "new")
+    assert kept.read_text() == "the old page"
 
 
 def test_what_is_no_regular_file_is_written_as_it_is(tmp_path: Path) -> None:

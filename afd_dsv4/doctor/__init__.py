@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from afd_dsv4.admission import GIB
+from afd_dsv4.admission import ASYNC_BY_DEFAULT, GIB
 from afd_dsv4.compat.stack import known, release
 from afd_dsv4.config import Executor, Mode, Settings
 from afd_dsv4.doctor import logs, machine, metrics, options, planned, prefix, queue
-from afd_dsv4.doctor.case import ASYNC_ASSUMED, SEQS_ASSUMED, case_of, drafts_and_graphs
+from afd_dsv4.doctor.case import SEQS_ASSUMED, case_of, drafts_and_graphs
 from afd_dsv4.doctor.facts import Finding, Server, Severity, disagreements, first_known
 from afd_dsv4.doctor.report import EXIT_BAD_INPUT, EXIT_PROBLEMS, Report
 from afd_dsv4.geometry import (
@@ -145,7 +145,7 @@ def diagnose(given: Given, environment: Mapping[str, str], read_model: Callable[
     rest |= _reservation(given, plan, asked)
     case = tried(lambda: case_of(server, geometry, layout, **rest))
     if case and (given.prompt_tokens or hbm or any(engine.looks_stuck for engine in server.engines)):
-        taken += [f"asynchronous scheduling {'on' if ASYNC_ASSUMED else 'off'}"] * (server.async_scheduling is None)
+        taken += [f"asynchronous scheduling {'on' if ASYNC_BY_DEFAULT else 'off'}"] * (server.async_scheduling is None)
         taken += [f"{SEQS_ASSUMED} requests"] * (server.max_num_seqs is None)
         taken += [f"longest sequence {case.max_model_len:,}, the model's"] * (server.max_model_len is None)
     wanted = bool(plan.settings and plan.settings.mode is not Mode.OFF)

@@ -29,8 +29,7 @@ from afd_dsv4.doctor.facts import Server
 from afd_dsv4.geometry import MOST, InputError, ModelGeometry, PageLayout
 from afd_dsv4.workspace.sizing import WorkspaceSizes, size_workspace
 
-#: What is taken where nobody says: vLLM's default for the first, as `plan` for the second.
-ASYNC_ASSUMED: Final = ASYNC_BY_DEFAULT
+#: What is taken where nobody says, as by `plan`.
 SEQS_ASSUMED: Final = 16
 
 
@@ -77,7 +76,7 @@ class Case:
 
     def limits(self, batch: int, in_flight: int | None = None) -> SchedulerLimits:
         """The scheduler's settings with this batch."""
-        asynchronous = ASYNC_ASSUMED if self.server.async_scheduling is None else self.server.async_scheduling
+        asynchronous = ASYNC_BY_DEFAULT if self.server.async_scheduling is None else self.server.async_scheduling
         return SchedulerLimits(batch, self.max_model_len, self.max_num_seqs, in_flight or 1 + asynchronous)
 
     def plan(self, *, plugin: bool) -> KvPlan:

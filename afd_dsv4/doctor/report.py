@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from afd_dsv4 import __version__
+from afd_dsv4.admission import MIB
 from afd_dsv4.doctor.facts import Finding, Server, Severity
 from afd_dsv4.doctor.machine import GENERAL_GROUP, OURS, PLATFORM_GROUP, Machine
 from afd_dsv4.doctor.planned import Planned
 from afd_dsv4.workspace.sizing import WorkspaceSizes
 
 WIDTH: Final = 120
-MIB: Final = 1 << 20
 EXIT_PROBLEMS: Final = 1
 EXIT_BAD_INPUT: Final = 2
 #: How the numbers of a server are shown.
